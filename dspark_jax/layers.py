@@ -1,0 +1,142 @@
+"""Layers that target and drafter share: norms, partial rotary embedding, linear, clamped SwiGLU, parameters."""
+
+import dataclasses
+import zlib
+from collections.abc import Mapping
+from typing import Literal, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from dspark_jax import formats
+
+Format = Literal["bf16", "f32", "mxfp8", "nvfp4/multiply", "nvfp4/divide"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scope:
+    """Where parameters are created: the path so far, the storage format of each path, and a key for random weights.
+
+    Attributes:
+      path: "/"-joined path of the module under construction; the same path names its arrays in a checkpoint.
+      formats: storage format by parameter path; a path that is not listed is bf16.
+      key: random weights come from it, one draw a path; None makes zeros (enough for `nnx.eval_shape`).
+    """
+
+    path: str = ""
+    formats: Mapping[str, Format] = dataclasses.field(default_factory=dict)
+    key: jax.Array | None = None
+
+    def __truediv__(self, name: object) -> Self:
+        return dataclasses.replace(self, path=f"{self.path}/{name}" if self.path else str(name))
+
+    def param(self, name: str, shape: tuple[int, ...], axes: tuple[str | None, ...], *, scale: float) -> nnx.Param:
+        """A parameter of `shape` with one logical axis name per dim; random normal of standard deviation `scale`."""
+        path = (self / name).path
+        if self.key is None:
+            value = jnp.zeros(shape, jnp.float32)
+        else:
+            value = scale * jax.random.normal(jax.random.fold_in(self.key, zlib.crc32(path.encode())), shape)
+        return nnx.Param(_store(value, self.formats.get(path, "bf16")), logical_axes=axes)
+
+
+def _store(value: jax.Array, format: Format) -> formats.Weight:
+    match format:
+        case "bf16":
+            return value.astype(jnp.bfloat16)
+        case "f32":
+            return value
+        case "mxfp8":
+            return formats.quantize_mxfp8(value)
+        case "nvfp4/multiply":
+            return formats.quantize_nvfp4(value, global_scale_op="multiply")
+        case "nvfp4/divide":
+            return formats.quantize_nvfp4(value, global_scale_op="divide")
+    raise ValueError(f"unknown storage format {format!r}; known: bf16, f32, mxfp8, nvfp4/multiply, nvfp4/divide")
+
+
+class Linear(nnx.Module):
+    """y = x W^T; W [out, in] in any storage format, no bias."""
+
+    def __init__(self, scope: Scope, out_size: int, in_size: int, axes: tuple[str | None, str | None]):
+        self.weight = scope.param("weight", (out_size, in_size), axes, scale=in_size**-0.5)
+
+    def __call__(self, x: Float[Array, "*batch I"]) -> Float[Array, "*batch O"]:
+        return formats.linear(x, self.weight.get_value())
+
+
+def rms_normalize(
+    x: Float[Array, "*batch H"], scale: Float[Array, " H"], eps: float, dtype
+) -> Float[Array, "*batch H"]:
+    """x / rms(x) · scale over the last axis, all in float32, rounded once to `dtype`."""
+    x32 = x.astype(jnp.float32)
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return (x32 * jnp.broadcast_to(scale, x32.shape)).astype(dtype)
+
+
+class GemmaRMSNorm(nnx.Module):
+    """RMS norm that scales by 1 + w. The 1 is added in float32: folded into bf16 it would swallow |w| below 0.004."""
+
+    def __init__(self, scope: Scope, size: int, eps: float):
+        self.weight = scope.param("weight", (size,), ("norm",), scale=0.1)
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "*batch H"], dtype=None) -> Float[Array, "*batch H"]:
+        """-> normalised x in `dtype`, x's own by default."""
+        scale = 1.0 + self.weight.get_value().astype(jnp.float32)
+        return rms_normalize(x, scale, self.eps, dtype or x.dtype)
+
+
+class RMSNorm(nnx.Module):
+    """RMS norm that scales by w."""
+
+    def __init__(self, scope: Scope, size: int, eps: float):
+        self.weight = scope.param("weight", (size,), ("norm",), scale=1.0)
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "*batch H"], dtype=None) -> Float[Array, "*batch H"]:
+        """-> normalised x in `dtype`, x's own by default."""
+        return rms_normalize(x, self.weight.get_value().astype(jnp.float32), self.eps, dtype or x.dtype)
+
+
+def rotate(
+    x: Float[Array, "B T N D"], positions: Int[Array, "B T"], *, rotary_dim: int, theta: float
+) -> Float[Array, "B T N D"]:
+    """Rotary embedding of the first `rotary_dim` dims, NeoX halves (i pairs with i + rotary_dim / 2), in float32."""
+    half = rotary_dim // 2
+    frequency = jnp.asarray(theta ** (-np.arange(half) / half), jnp.float32)
+    angle = (positions.astype(jnp.float32)[..., None] * frequency[None, None, :])[:, :, None, :]
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    first, second, rest = jnp.split(x.astype(jnp.float32), [half, rotary_dim], axis=-1)
+    cos, sin = jnp.broadcast_to(cos, first.shape), jnp.broadcast_to(sin, first.shape)
+    rotated = [first * cos - second * sin, second * cos + first * sin, rest]
+    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
+
+
+def swiglu_oai(
+    gate: Float[Array, "*batch F"], up: Float[Array, "*batch F"], *, alpha: float, limit: float
+) -> Float[Array, "*batch F"]:
+    """g · sigmoid(alpha · g) · (u + 1) with g = min(gate, limit), u = clip(up, ±limit), in float32, in gate's dtype.
+
+    The gate has no lower clamp. Source: the SwiGLU of gpt-oss, as MiniMax-M3 uses it.
+    """
+    g = jnp.minimum(gate.astype(jnp.float32), limit)
+    u = jnp.clip(up.astype(jnp.float32), -limit, limit)
+    return (g * jax.nn.sigmoid(alpha * g) * (u + 1.0)).astype(gate.dtype)
+
+
+class SwigluMLP(nnx.Module):
+    """down(swiglu_oai(gate(x), up(x)))."""
+
+    def __init__(self, scope: Scope, hidden_size: int, size: int, *, alpha: float, limit: float):
+        self.gate_proj = Linear(scope / "gate_proj", size, hidden_size, ("mlp", "embed"))
+        self.up_proj = Linear(scope / "up_proj", size, hidden_size, ("mlp", "embed"))
+        self.down_proj = Linear(scope / "down_proj", hidden_size, size, ("embed", "mlp"))
+        self.alpha, self.limit = alpha, limit
+
+    def __call__(self, x: Float[Array, "*batch H"]) -> Float[Array, "*batch H"]:
+        inner = swiglu_oai(self.gate_proj(x), self.up_proj(x), alpha=self.alpha, limit=self.limit)
+        return self.down_proj(inner)
