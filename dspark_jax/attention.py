@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dspark_jax import formats
 from dspark_jax.cache import key_chunk, write_rows
 from dspark_jax.config import TargetConfig
+from dspark_jax.formats import Leaf
 from dspark_jax.layers import GemmaRMSNorm, Linear, Scope, rotate
 
 
@@ -23,9 +24,9 @@ from dspark_jax.layers import GemmaRMSNorm, Linear, Scope, rotate
 class LayerCache:
     """One layer's slice of a `TargetCache`: keys, values [B, S, Hkv, D], index keys [B, S, D_index] or None."""
 
-    keys: jax.Array
-    values: jax.Array
-    index_keys: jax.Array | None
+    keys: Leaf
+    values: Leaf
+    index_keys: Leaf | None
 
 
 class Indexer(nnx.Module):

@@ -7,7 +7,7 @@ key's name, because engines differ in what they assume for an absent key.
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
 from dspark_jax import _hf_config as hf
 from dspark_jax._hf_config import ConfigError
@@ -112,7 +112,7 @@ class TargetConfig:
         generation_config: Mapping[str, Any] | None = None,
         sparse_layers: tuple[bool, ...] | None = None,
         ignore: Sequence[str] = (),
-    ) -> Self:
+    ) -> "TargetConfig":
         """From the parsed `config.json` of a MiniMax-M3 / M3.1-Flash checkpoint (nested under `text_config` or flat).
 
         Args:
@@ -262,7 +262,7 @@ class DrafterConfig:
             )
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any], *, ignore: Sequence[str] = ()) -> Self:
+    def from_hf(cls, config: Mapping[str, Any], *, ignore: Sequence[str] = ()) -> "DrafterConfig":
         """From the parsed `config.json` of a drafter: nested or flat, MiniMax or DeepSpec (`Qwen3DSparkModel`) layout.
 
         Raises:

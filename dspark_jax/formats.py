@@ -8,7 +8,7 @@ Sources: OCP Microscaling Formats (MX) v1.0 for MXFP8; NVIDIA's NVFP4 as the pub
 """
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,8 @@ _E4M3_MAX = 448.0
 _E2M1_MAX = 6.0
 
 GlobalScale = Literal["multiply", "divide"]
+# A leaf of a pytree: an array, or what stands for one while the tree is abstract (a shape, a sharding).
+Leaf = Any
 
 
 @jax.tree_util.register_dataclass
@@ -35,8 +37,8 @@ class MXFP8Array:
       scale: uint8 [..., out, in / 32], E8M0 exponents. 255 (NaN) is refused by the converter.
     """
 
-    codes: jax.Array
-    scale: jax.Array
+    codes: Leaf
+    scale: Leaf
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -55,9 +57,9 @@ class NVFP4Array:
       global_scale_op: "multiply" (ModelOpt) or "divide" (compressed-tensors).
     """
 
-    codes: jax.Array
-    scale: jax.Array
-    global_scale: jax.Array
+    codes: Leaf
+    scale: Leaf
+    global_scale: Leaf
     global_scale_op: GlobalScale = dataclasses.field(metadata=dict(static=True))
 
     @property

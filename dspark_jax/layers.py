@@ -3,7 +3,7 @@
 import dataclasses
 import zlib
 from collections.abc import Mapping
-from typing import Literal, Self
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ class Scope:
     formats: Mapping[str, Format] = dataclasses.field(default_factory=dict)
     key: jax.Array | None = None
 
-    def __truediv__(self, name: object) -> Self:
+    def __truediv__(self, name: object) -> "Scope":
         return dataclasses.replace(self, path=f"{self.path}/{name}" if self.path else str(name))
 
     def param(self, name: str, shape: tuple[int, ...], axes: tuple[str | None, ...], *, scale: float) -> nnx.Param:

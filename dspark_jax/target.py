@@ -13,6 +13,7 @@ from dspark_jax import formats
 from dspark_jax.attention import Attention, LayerCache
 from dspark_jax.cache import TargetCache
 from dspark_jax.config import TargetConfig
+from dspark_jax.formats import Leaf
 from dspark_jax.layers import Format, GemmaRMSNorm, Scope, SwigluMLP
 from dspark_jax.moe import MoE
 
@@ -29,9 +30,9 @@ class LayerRecord:
       experts, expert_weights: int32 and float32 [B, T, k], before the routed scaling; None in a dense layer.
     """
 
-    blocks: jax.Array | None
-    experts: jax.Array | None
-    expert_weights: jax.Array | None
+    blocks: Leaf | None
+    experts: Leaf | None
+    expert_weights: Leaf | None
 
 
 @jax.tree_util.register_dataclass
@@ -47,10 +48,10 @@ class TargetOutput:
       records: one `LayerRecord` a layer.
     """
 
-    logits: jax.Array | None
-    hidden: jax.Array
+    logits: Leaf | None
+    hidden: Leaf
     cache: TargetCache
-    features: tuple[jax.Array, ...]
+    features: tuple[Leaf, ...]
     records: tuple[LayerRecord, ...]
 
 
@@ -83,8 +84,11 @@ class DecoderLayer(nnx.Module):
         self.input_norm = GemmaRMSNorm(scope / "input_norm", config.hidden_size, config.norm_eps)
         self.attention = Attention(scope / "attention", config, sparse=sparse)
         self.post_attention_norm = GemmaRMSNorm(scope / "post_attention_norm", config.hidden_size, config.norm_eps)
-        self.moe = MoE(scope / "moe", config) if moe else None
-        self.mlp = None if moe else _dense_mlp(scope / "mlp", config)
+        self.is_moe = moe
+        if moe:
+            self.moe = MoE(scope / "moe", config)
+        else:
+            self.mlp = _dense_mlp(scope / "mlp", config)
 
     def __call__(
         self, x: Float[Array, "B T H"], positions: Int[Array, "B T"], cache: LayerCache
@@ -93,7 +97,7 @@ class DecoderLayer(nnx.Module):
         x = x + attended
         normed = self.post_attention_norm(x)
         experts = weights = None
-        if self.moe is not None:
+        if self.is_moe:
             fed, experts, weights = self.moe(normed, positions)
         else:
             fed = self.mlp(normed)
@@ -125,7 +129,7 @@ class MiniMaxTarget(nnx.Module):
         key: jax.Array | None = None,
         compute_dtype=jnp.bfloat16,
     ):
-        router = {
+        router: dict[str, Format] = {
             f"target/layers/{i}/moe/router/{name}": "f32"
             for i, moe in enumerate(config.moe_layers)
             if moe

@@ -1,0 +1,255 @@
+"""Loading what `python -m convert.minimax` wrote: Orbax arrays, the configs of the source, and a layout description."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint.experimental.v1 as ocp
+from flax import nnx
+from jax.sharding import Mesh
+
+from dspark_jax import formats
+from dspark_jax.config import DrafterConfig, TargetConfig
+from dspark_jax.drafter import DSparkDrafter
+from dspark_jax.formats import MXFP8Array, NVFP4Array, Weight
+from dspark_jax.layers import Format
+from dspark_jax.sharding import ShardingRules, default_sharding, weight_sharding
+from dspark_jax.target import MiniMaxTarget
+
+LAYOUT_FILE = "layout.json"
+ARRAYS_DIR = "arrays"
+FORMAT_VERSION = 1
+# Bytes in flight while arrays are read, beyond the arrays themselves.
+_READ_BYTES = 2 << 30
+
+
+class CheckpointError(ValueError):
+    """A folder that is not a finished conversion, or does not fit the model its configs describe."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Model:
+    """What `load` returns and `generate` takes: a pytree of the target and, where there is one, its drafter."""
+
+    target: MiniMaxTarget
+    drafter: DSparkDrafter | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A converted checkpoint as its `layout.json` and configs describe it, without its arrays.
+
+    Attributes:
+      path: the checkpoint's folder.
+      arrays: per parameter path, what the converter recorded: format, shape, parts, source.
+      target, drafter: the parsed configs; one of them may be missing.
+      record: the whole `layout.json`.
+    """
+
+    path: Path
+    arrays: Mapping[str, Mapping[str, Any]]
+    target: TargetConfig | None
+    drafter: DrafterConfig | None
+    record: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, path: str | Path) -> "Layout":
+        """Read `path`/layout.json and the configs beside it.
+
+        Raises:
+          CheckpointError: not a converted checkpoint, or one that a newer version of the library wrote.
+          ConfigError: a config that the library cannot compute.
+        """
+        path = Path(path)
+        file = path / LAYOUT_FILE
+        if not file.is_file():
+            hint = ""
+            if path.with_name(path.name + ".partial").exists():
+                hint = "; its conversion was interrupted, finish it with --resume"
+            elif (path / "model.safetensors.index.json").exists() or list(path.glob("*.safetensors")):
+                hint = "; these are safetensors, convert them first: python -m convert.minimax SRC DST"
+            raise CheckpointError(f"{path} is not a converted checkpoint: it has no {LAYOUT_FILE}{hint}")
+        record = _read_json(file)
+        version = record.get("format_version")
+        if not isinstance(version, int) or version > FORMAT_VERSION:
+            raise CheckpointError(
+                f"{file}: format_version is {version!r}, this library reads up to {FORMAT_VERSION}; update the library"
+            )
+        ignore = tuple(record.get("ignored_config_keys", ()))
+        target = drafter = None
+        if (path / "config.json").is_file():
+            generation = path / "generation_config.json"
+            target = TargetConfig.from_hf(
+                _read_json(path / "config.json"),
+                generation_config=_read_json(generation) if generation.is_file() else None,
+                sparse_layers=tuple(record["sparse_layers"]),
+                ignore=ignore,
+            )
+        if (path / "dspark" / "config.json").is_file():
+            drafter = DrafterConfig.from_hf(_read_json(path / "dspark" / "config.json"), ignore=ignore)
+        if target is not None and drafter is not None:
+            drafter.check_target(target)
+        return cls(path=path, arrays=record["arrays"], target=target, drafter=drafter, record=record)
+
+    def formats(self) -> dict[str, Format]:
+        """Storage format by parameter path, as model constructors take it."""
+        return {path: _format(entry) for path, entry in self.arrays.items()}
+
+
+def _read_json(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{file} is not valid JSON: {error}") from error
+
+
+def _format(entry: Mapping[str, Any]) -> Format:
+    return f"nvfp4/{entry['global_scale']}" if entry["format"] == "nvfp4" else entry["format"]
+
+
+def load(
+    path: str | Path,
+    *,
+    weights: str = "native",
+    compute_dtype=jnp.bfloat16,
+    mesh: Mesh | None = None,
+    rules: ShardingRules | None = None,
+) -> Model:
+    """Load a converted checkpoint: the target and, if there is one, its drafter.
+
+    Args:
+      path: a folder that `python -m convert.minimax` wrote.
+      weights: "native" keeps every weight in the format it is stored in; "bf16" dequantises on the way in.
+      compute_dtype: dtype of activations and caches; float32 for comparisons, bfloat16 otherwise.
+      mesh: devices to spread the arrays over; the default device without one.
+      rules: how logical axes map to mesh axes, `ShardingRules()` by default.
+
+    Raises:
+      CheckpointError: not a finished conversion, no target in it, or arrays that do not fit the configs.
+      ConfigError: a config that the library cannot compute.
+      ValueError: `weights` is neither "native" nor "bf16".
+    """
+    layout = Layout.read(path)
+    if layout.target is None:
+        raise CheckpointError(f"{path} holds a drafter only; load it with load_drafter")
+    config, kinds = layout.target, layout.formats()
+    target = _restore(
+        nnx.eval_shape(lambda: MiniMaxTarget(config, formats=kinds, compute_dtype=compute_dtype)),
+        "target",
+        layout,
+        weights=weights,
+        mesh=mesh,
+        rules=rules,
+    )
+    drafter = None
+    if layout.drafter is not None:
+        drafter = load_drafter(path, weights=weights, compute_dtype=compute_dtype, mesh=mesh, rules=rules)
+    return Model(target=target, drafter=drafter)
+
+
+def load_drafter(
+    path: str | Path,
+    *,
+    weights: str = "native",
+    compute_dtype=jnp.bfloat16,
+    mesh: Mesh | None = None,
+    rules: ShardingRules | None = None,
+) -> DSparkDrafter:
+    """Load the drafter of a converted checkpoint; arguments and errors as for `load`."""
+    layout = Layout.read(path)
+    if layout.drafter is None:
+        raise CheckpointError(f"{path} has no drafter: dspark/config.json is missing; generate with draft='none'")
+    config, kinds = layout.drafter, layout.formats()
+    abstract = nnx.eval_shape(lambda: DSparkDrafter(config, formats=kinds, compute_dtype=compute_dtype))
+    return _restore(abstract, "drafter", layout, weights=weights, mesh=mesh, rules=rules)
+
+
+def _restore[M: nnx.Module](
+    abstract: M, root: str, layout: Layout, *, weights: str, mesh: Mesh | None, rules: ShardingRules | None
+) -> M:
+    """`abstract` with the arrays of the checkpoint in place of its shapes."""
+    if weights not in ("native", "bf16"):
+        raise ValueError(f"weights must be 'native' or 'bf16', found {weights!r}")
+    graph, state = nnx.split(abstract)
+    variables = {"/".join(map(str, (root, *path))): v for path, v in nnx.to_flat_state(state)}
+    stored = {path for path in layout.arrays if path.startswith(f"{root}/")}
+    missing, extra = sorted(variables.keys() - stored), sorted(stored - variables.keys())
+    if missing or extra:
+        raise CheckpointError(
+            f"{layout.path}: arrays do not fit the config: {len(missing)} missing (first {missing[:1]}), "
+            f"{len(extra)} unexpected (first {extra[:1]}); convert the checkpoint again"
+        )
+    requests = {}
+    for path, variable in variables.items():
+        weight, axes = variable.get_value(), variable.get_metadata("logical_axes")
+        if tuple(layout.arrays[path]["shape"]) != tuple(weight.shape):
+            raise CheckpointError(
+                f"{layout.path}: {path} has shape {tuple(layout.arrays[path]['shape'])}, "
+                f"the config asks for {tuple(weight.shape)}; convert the checkpoint again"
+            )
+        shardings = (
+            jax.tree.map(lambda _: default_sharding(), weight)
+            if mesh is None
+            else weight_sharding(weight, axes, mesh, rules or ShardingRules())
+        )
+        requests[path] = jax.tree.map(
+            lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), weight, shardings
+        )
+    loaded = _read_arrays(layout, requests)
+    if weights == "bf16":
+        loaded = {path: _to_bf16(w) if isinstance(w, MXFP8Array | NVFP4Array) else w for path, w in loaded.items()}
+    restored = {path: variables[path].replace(weight) for path, weight in loaded.items()}
+    flat = [(path, restored["/".join(map(str, (root, *path)))]) for path, _ in nnx.to_flat_state(state)]
+    return nnx.merge(graph, nnx.from_flat_state(flat))
+
+
+def _to_bf16(weight: Weight) -> jax.Array:
+    return jax.jit(lambda w: formats.dequantize(w, jnp.bfloat16))(weight)
+
+
+def _read_arrays(layout: Layout, requests: Mapping[str, Weight]) -> dict[str, Weight]:
+    """Restore `requests`, abstract weights by path, joining stacks that were stored in parts."""
+    tree: dict[str, Any] = {}
+    for path, weight in requests.items():
+        parts = layout.arrays[path].get("parts", 1)
+        node = _as_dict(weight)
+        if parts > 1:
+            sizes = layout.arrays[path]["part_sizes"]
+            node = {f"part_{i:03d}": jax.tree.map(lambda a, n=n: _resized(a, n), node) for i, n in enumerate(sizes)}
+        *parents, name = path.split("/")
+        here = tree
+        for parent in parents:
+            here = here.setdefault(parent, {})
+        here[name] = node
+    with ocp.Context(memory_options=ocp.options.MemoryOptions(read_concurrent_bytes=_READ_BYTES)):
+        restored = ocp.load(layout.path / ARRAYS_DIR, tree)
+    result = {}
+    for path, weight in requests.items():
+        node = restored
+        for name in path.split("/"):
+            node = node[name]
+        if layout.arrays[path].get("parts", 1) > 1:
+            node = jax.tree.map(lambda *parts: jnp.concatenate(parts), *[node[k] for k in sorted(node)])
+        result[path] = _from_dict(weight, node)
+    return result
+
+
+def _resized(array: jax.ShapeDtypeStruct, size: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((size, *array.shape[1:]), array.dtype, sharding=array.sharding)
+
+
+def _as_dict(weight: Weight) -> Any:
+    if isinstance(weight, NVFP4Array):
+        return {"codes": weight.codes, "scale": weight.scale, "global_scale": weight.global_scale}
+    if isinstance(weight, MXFP8Array):
+        return {"codes": weight.codes, "scale": weight.scale}
+    return weight
+
+
+def _from_dict(like: Weight, node: Any) -> Weight:
+    return dataclasses.replace(like, **node) if isinstance(like, MXFP8Array | NVFP4Array) else node
