@@ -40,13 +40,13 @@ class TargetCache:
           ValueError: `capacity` is not positive.
         """
         slots = cache_slots(config, capacity)
-        kv = jnp.zeros((batch, slots, config.num_kv_heads, config.head_dim), dtype)
-        index = jnp.zeros((batch, slots, config.index_head_dim), dtype)
-        layers = range(config.num_layers)
+        kv = (batch, slots, config.num_kv_heads, config.head_dim)
+        index = (batch, slots, config.index_head_dim)
+        # One array each: a shared one could not be donated.
         return cls(
-            keys=tuple(kv for _ in layers),
-            values=tuple(kv for _ in layers),
-            index_keys=tuple(index if sparse else None for sparse in config.sparse_layers),
+            keys=tuple(jnp.zeros(kv, dtype) for _ in range(config.num_layers)),
+            values=tuple(jnp.zeros(kv, dtype) for _ in range(config.num_layers)),
+            index_keys=tuple(jnp.zeros(index, dtype) if sparse else None for sparse in config.sparse_layers),
         )
 
     @property
@@ -91,8 +91,8 @@ class DraftCache:
       page_size: slots of a page; R is a multiple of it.
     """
 
-    keys: tuple[Float[Array, "B R Hkv D"], ...]
-    values: tuple[Float[Array, "B R Hkv D"], ...]
+    keys: tuple[Leaf, ...]
+    values: tuple[Leaf, ...]
     page_size: int = dataclasses.field(default=PAGE_SIZE, metadata=dict(static=True))
 
     @classmethod
@@ -104,7 +104,7 @@ class DraftCache:
         dtype=jnp.bfloat16,
         *,
         page_size: int = PAGE_SIZE,
-    ) -> Self:
+    ) -> "DraftCache":
         """An empty ring for `batch` rows.
 
         Args:

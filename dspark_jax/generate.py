@@ -1,0 +1,396 @@
+"""Generation as pure functions.
+
+`prefill` makes a state, `step` advances it by one draft and one verification, `generate` loops over steps inside one
+jitted program. A row's anchor is its newest token: it is in the output, but has not been through the target. It stands
+at `position`, and everything before it has keys and values in the caches.
+"""
+
+import dataclasses
+import functools
+import logging
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from dspark_jax import sampling
+from dspark_jax.checkpoint import Model
+from dspark_jax.generate_config import FinishReason, GenerateConfig
+from dspark_jax.generation_state import Committed, Generation, GenerationState, StepRecord
+from dspark_jax.sampling import SamplingParams
+from dspark_jax.stats import AcceptanceStats
+from dspark_jax.target import last_row, token_positions
+
+log = logging.getLogger("dspark_jax")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """What follows from model and config before anything runs."""
+
+    num_drafts: int
+    capture: tuple[int, ...]
+    stop_ids: tuple[int, ...]
+    verify: str
+
+    @classmethod
+    def of(cls, model: Model, config: GenerateConfig) -> "_Plan":
+        target = model.target.config
+        stop = target.eos_token_ids if config.stop_token_ids is None else config.stop_token_ids
+        beyond = [i for i in stop if i >= target.vocab_size]
+        if beyond:
+            raise ValueError(f"stop token {beyond[0]} lies outside the vocabulary of {target.vocab_size}")
+        if config.draft == "none":
+            log.info("decoding without drafts, prefill chunks of %d tokens", config.prefill_chunk)
+            return cls(num_drafts=0, capture=(), stop_ids=stop, verify="match")
+        if model.drafter is None:
+            raise ValueError(f"draft={config.draft!r} needs a drafter and this checkpoint has none; use draft='none'")
+        drafter = model.drafter.config
+        drafts = drafter.block_size if config.num_draft_tokens is None else config.num_draft_tokens
+        if drafts > drafter.block_size:
+            raise ValueError(f"num_draft_tokens {drafts} exceeds the drafter's block size {drafter.block_size}")
+        if config.confidence_threshold > 0 and not drafter.confidence_head:
+            raise ValueError("confidence_threshold needs a confidence head and this drafter has none; leave it at 0")
+        # A block that the threshold may shorten is a scheduled, ragged one.
+        ragged = config.confidence_threshold > 0 and config.verify == "block"
+        verify = config.ragged_verify if ragged else config.verify
+        forced = config.benchmark_forced_acceptance
+        if forced is not None:
+            if forced > drafts:
+                raise ValueError(f"benchmark_forced_acceptance {forced} exceeds the {drafts} drafts of a step")
+            log.warning(
+                "BENCHMARK ONLY: %s drafts a step are accepted whatever they are; the text means nothing", forced
+            )
+        log.info(
+            "speculative decoding: %d %s drafts a step, %s verification, drafter attention: %s",
+            drafts,
+            config.draft,
+            verify,
+            config.draft_attention or "best on this device",
+        )
+        return cls(num_drafts=drafts, capture=drafter.target_layer_ids, stop_ids=stop, verify=verify)
+
+
+def generate(
+    model: Model,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+    keys: Key[Array, " B"],
+    params: SamplingParams,
+    *,
+    config: GenerateConfig,
+) -> Generation:
+    """Continue each prompt. Pure and jittable: `jax.jit(generate, static_argnames="config")`.
+
+    Args:
+      model: what `load` returned.
+      tokens: int32 [B, T], right-padded prompts (see `pad_prompts`).
+      lengths: int32 [B], tokens of each prompt; a row of length 0 starts finished.
+      keys: typed keys [B] (see `request_keys`). A row's random numbers depend on its key alone, not on the batch.
+      params: temperature and filters, per request or for all.
+      config: everything that shapes the program.
+
+    Raises:
+      ValueError: shapes that do not belong together, a prompt longer than the target's context, or a config that the
+        model cannot serve.
+    """
+    plan = _Plan.of(model, config)
+    state = _prefill(model, tokens, lengths, keys, params, config, plan)
+    state = lax.while_loop(
+        lambda s: jnp.any(s.finish_reason == FinishReason.RUNNING), lambda s: _step(model, s, config, plan)[0], state
+    )
+    return state.result()
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def prefill(
+    model: Model,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+    keys: Key[Array, " B"],
+    params: SamplingParams,
+    *,
+    config: GenerateConfig,
+) -> GenerationState:
+    """Run the prompts through the target, fill the caches, sample each first token. Arguments as for `generate`."""
+    return _prefill(model, tokens, lengths, keys, params, config, _Plan.of(model, config))
+
+
+@functools.partial(jax.jit, static_argnames="config", donate_argnames="state")
+def step(model: Model, state: GenerationState, *, config: GenerateConfig) -> tuple[GenerationState, Committed]:
+    """One draft and one verification of every running row. `state` is donated: use the returned one from here on."""
+    return _step(model, state, config, _Plan.of(model, config))
+
+
+def _prefill(
+    model: Model,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+    keys: Key[Array, " B"],
+    params: SamplingParams,
+    config: GenerateConfig,
+    plan: _Plan,
+) -> GenerationState:
+    target = model.target
+    batch, width = tokens.shape
+    _check_inputs(tokens, lengths, keys, target.config.max_context)
+    lengths = jnp.clip(lengths, 0, width)
+    cache = target.make_cache(batch, width + config.max_new_tokens + plan.num_drafts + 1)
+    draft_cache = None
+    if plan.num_drafts:
+        draft_cache = model.drafter.make_cache(batch, cache.slots)
+    chunk = min(config.prefill_chunk, width)
+    padded = jnp.pad(tokens, [(0, 0), (0, -width % chunk)])
+
+    def read(i: Int[Array, ""] | int, carry: tuple) -> tuple:
+        cache, draft_cache, hidden = carry
+        start = i * chunk
+        here = jnp.clip(lengths - start, 0, chunk)
+        positions = token_positions(jnp.full((batch,), start, jnp.int32), here, chunk)
+        part = lax.dynamic_slice_in_dim(padded, start, chunk, axis=1)
+        out = target(part, positions, cache, capture=plan.capture, logits="none")
+        if draft_cache is not None:
+            draft_cache = model.drafter.write_context(out.features, positions, draft_cache)
+        last = last_row(out.hidden, positions)[:, 0]
+        return out.cache, draft_cache, jnp.where((here > 0)[:, None], last, hidden)
+
+    carry = (cache, draft_cache, jnp.zeros((batch, target.config.hidden_size), target.compute_dtype))
+    with jax.named_scope("prefill"):
+        if chunk == padded.shape[1]:
+            carry = read(0, carry)
+        else:
+            # Chunks behind the longest prompt are padding alone.
+            carry = lax.fori_loop(0, (jnp.max(lengths) + chunk - 1) // chunk, read, carry)
+    cache, draft_cache, hidden = carry
+    logits = target.lm_head.logits(hidden)[:, None]
+    log_p = sampling.target_log_probs(logits, params)
+    first = sampling.sample(log_p[:, 0], sampling.step_keys(keys, 0))[:, None]
+    zeros = jnp.zeros((batch,), jnp.int32)
+    new = config.max_new_tokens
+    state = GenerationState(
+        tokens=jnp.full((batch, new), target.config.pad_token_id, jnp.int32),
+        num_tokens=zeros,
+        log_probs=jnp.zeros((batch, new), jnp.float32) if config.log_probs else None,
+        anchor=first[:, 0],
+        position=lengths,
+        step=jnp.ones((batch,), jnp.int32),
+        finish_reason=jnp.where(lengths > 0, FinishReason.RUNNING.value, FinishReason.EMPTY.value),
+        keys=keys,
+        params=params,
+        cache=cache,
+        draft_cache=draft_cache,
+        stats=AcceptanceStats.zeros(batch, plan.num_drafts),
+        steps=StepRecord.empty(batch, new, plan.num_drafts) if config.record_steps else None,
+    )
+    state, _ = _emit(state, first, (lengths > 0).astype(jnp.int32), logits, plan.stop_ids)
+    return _end_at_context(state, target.config.max_context)
+
+
+def _check_inputs(tokens: Array, lengths: Array, keys: Array, max_context: int) -> None:
+    batch, width = tokens.shape
+    if not batch or not width:
+        raise ValueError(f"tokens has shape {tokens.shape}: at least one row and one column are needed")
+    if lengths.shape != (batch,) or keys.shape != (batch,):
+        raise ValueError(
+            f"tokens {tokens.shape}, lengths {lengths.shape} and keys {keys.shape} must share their first axis; "
+            "make keys with request_keys(seeds), one seed a row"
+        )
+    if not jax.dtypes.issubdtype(keys.dtype, jax.dtypes.prng_key):
+        raise ValueError(f"keys must be typed keys, found dtype {keys.dtype}; make them with request_keys(seeds)")
+    if width > max_context:
+        raise ValueError(
+            f"tokens is {width} wide but the target's context is {max_context}; shorten the prompts, or pad them to a "
+            "bucket inside the context"
+        )
+
+
+def _emit(
+    state: GenerationState,
+    tokens: Int[Array, "B N"],
+    count: Int[Array, " B"],
+    logits: Float[Array, "B N V"],
+    stop_ids: tuple[int, ...],
+) -> tuple[GenerationState, Committed]:
+    """Append the first `count` of `tokens` to each row's output, up to a stop token or the row's budget."""
+    batch, width = tokens.shape
+    slot = jnp.arange(width, dtype=jnp.int32)[None, :]
+    room = state.tokens.shape[1]
+    stops = _is_in(tokens, stop_ids) & (slot < count[:, None])
+    stopped = jnp.any(stops, axis=1)
+    count = jnp.where(stopped, jnp.argmax(stops, axis=1).astype(jnp.int32) + 1, count)
+    count = jnp.minimum(count, room - state.num_tokens)
+    kept = slot < count[:, None]
+    where = jnp.where(kept, state.num_tokens[:, None] + slot, room)
+    rows = jnp.arange(batch, dtype=jnp.int32)[:, None]
+    log_probs = state.log_probs
+    if log_probs is not None:
+        chosen = jnp.take_along_axis(logits, jnp.maximum(tokens, 0)[..., None], axis=-1)[..., 0]
+        chosen = chosen - jax.nn.logsumexp(logits, axis=-1)
+        log_probs = log_probs.at[rows, where].set(chosen, mode="drop")
+    num_tokens = state.num_tokens + count
+    ended = jnp.where(stopped, FinishReason.STOP.value, FinishReason.LENGTH.value)
+    running = state.finish_reason == FinishReason.RUNNING
+    reason = jnp.where(running & (stopped | (num_tokens >= room)), ended, state.finish_reason)
+    state = dataclasses.replace(
+        state,
+        tokens=state.tokens.at[rows, where].set(tokens, mode="drop"),
+        num_tokens=num_tokens,
+        log_probs=log_probs,
+        finish_reason=reason,
+    )
+    return state, Committed(tokens=jnp.where(kept, tokens, -1), num_tokens=count, finish_reason=reason)
+
+
+def _is_in(tokens: Int[Array, "B N"], ids: tuple[int, ...]) -> Bool[Array, "B N"]:
+    found = jnp.zeros(tokens.shape, bool)
+    for token in ids:
+        found = found | (tokens == token)
+    return found
+
+
+def _end_at_context(state: GenerationState, max_context: int) -> GenerationState:
+    """End rows whose anchor stands on the last position of the context: nothing can follow it."""
+    full = (state.finish_reason == FinishReason.RUNNING) & (state.position >= max_context - 1)
+    return dataclasses.replace(state, finish_reason=jnp.where(full, FinishReason.CONTEXT.value, state.finish_reason))
+
+
+def _step(
+    model: Model, state: GenerationState, config: GenerateConfig, plan: _Plan
+) -> tuple[GenerationState, Committed]:
+    target, drafts = model.target, plan.num_drafts
+    running = state.finish_reason == FinishReason.RUNNING
+    keys = sampling.step_keys(state.keys, state.step)
+    # Room for the drafts and the token behind them, in the row's budget and in the target's context.
+    budget = state.tokens.shape[1] - state.num_tokens - 1
+    context = target.config.max_context - 2 - state.position
+    lengths = jnp.clip(jnp.minimum(budget, context), 0, drafts)
+    log_q, draft_tokens = None, jnp.zeros((state.anchor.shape[0], 0), jnp.int32)
+    if drafts:
+        with jax.named_scope("draft"):
+            draft_tokens, log_q, lengths = _draft(model, state, keys, lengths, config, drafts)
+    lengths = jnp.where(running, lengths, 0)
+    slot = jnp.arange(drafts, dtype=jnp.int32)[None, :]
+    draft_tokens = jnp.where(slot < lengths[:, None], draft_tokens, -1)
+    with jax.named_scope("verify"):
+        block = jnp.concatenate([state.anchor[:, None], jnp.maximum(draft_tokens, 0)], axis=1)
+        positions = token_positions(state.position, jnp.where(running, lengths + 1, 0), drafts + 1)
+        out = target(block, positions, state.cache, capture=plan.capture, logits="all")
+        log_p = sampling.target_log_probs(out.logits, state.params)
+        tokens, accepted = _verify(draft_tokens, log_q, log_p, keys, lengths, state, config, plan)
+    draft_cache = state.draft_cache
+    if draft_cache is not None:
+        with jax.named_scope("draft_context"):
+            kept = token_positions(state.position, jnp.where(running, accepted + 1, 0), drafts + 1)
+            draft_cache = model.drafter.write_context(out.features, kept, draft_cache)
+    emitted = jnp.where(running, accepted + 1, 0)
+    last = jnp.take_along_axis(tokens, accepted[:, None], axis=1)[:, 0]
+    steps = state.steps
+    if steps is not None:
+        steps = steps.put(state.step - 1, running, draft_tokens, accepted, last)
+    state = dataclasses.replace(
+        state,
+        anchor=jnp.where(running, last, state.anchor),
+        position=state.position + emitted,
+        step=state.step + running.astype(jnp.int32),
+        cache=out.cache,
+        draft_cache=draft_cache,
+        steps=steps,
+    )
+    state, committed = _emit(state, tokens, emitted, out.logits, plan.stop_ids)
+    stats = state.stats.add(
+        active=running, draft_lengths=lengths, num_accepted=accepted, num_emitted=committed.num_tokens
+    )
+    state = _end_at_context(dataclasses.replace(state, stats=stats), target.config.max_context)
+    return state, dataclasses.replace(committed, finish_reason=state.finish_reason)
+
+
+def _draft(
+    model: Model, state: GenerationState, keys: Array, lengths: Int[Array, " B"], config: GenerateConfig, drafts: int
+) -> tuple[Int[Array, "B K"], Float[Array, "B K V"] | None, Int[Array, " B"]]:
+    """-> draft tokens, the law each was drawn from (None: one-hot), how many of them to verify."""
+    drafter, target = model.drafter, model.target
+    own = drafter.config.own_embeddings
+    block = drafter.block(
+        state.anchor,
+        state.position,
+        state.draft_cache,
+        num_slots=drafts,
+        embed=None if own else target.embed_tokens,
+        head=None if own else target.lm_head,
+        implementation=config.draft_attention,
+    )
+    # The mask token marks a slot to be filled; a draft of it would only confuse the next block.
+    allowed = jnp.arange(block.base_logits.shape[-1]) != drafter.config.mask_token_id
+    draft = sampling.draft(
+        block.base_logits,
+        block.hidden,
+        state.anchor,
+        markov=drafter.markov_head or _no_markov,
+        temperature=jnp.asarray(state.params.temperature),
+        keys=keys,
+        method=config.draft,
+        allowed=allowed,
+    )
+    if config.confidence_threshold > 0:
+        # Slot k's confidence is known before draft k is drawn, so cutting there cannot favour any token.
+        confidence = jax.nn.sigmoid(drafter.confidence_head(block.hidden, draft.prev_embeddings))
+        sure = confidence >= config.confidence_threshold
+        cut = jnp.where(jnp.all(sure, axis=1), drafts, jnp.argmin(sure, axis=1).astype(jnp.int32))
+        lengths = jnp.minimum(lengths, cut)
+    one_hot = config.draft == "greedy" or config.verify == "match"
+    return draft.tokens, None if one_hot else draft.log_q, lengths
+
+
+def _no_markov(previous: Int[Array, " B"], hidden: Float[Array, "B H"], carry: None) -> tuple[Array, Array, None]:
+    """Heads of a drafter without a Markov head: no bias, no embedding."""
+    zero = jnp.zeros((previous.shape[0], 1), jnp.float32)
+    return zero, zero, carry
+
+
+def _verify(
+    draft_tokens: Int[Array, "B K"],
+    log_q: Float[Array, "B K V"] | None,
+    log_p: Float[Array, "B N V"],
+    keys: Array,
+    lengths: Int[Array, " B"],
+    state: GenerationState,
+    config: GenerateConfig,
+    plan: _Plan,
+) -> tuple[Int[Array, "B N"], Int[Array, " B"]]:
+    """-> tokens (accepted drafts, the correction or bonus token, then -1), accepted drafts."""
+    if not plan.num_drafts:
+        return sampling.sample(log_p[:, 0], keys)[:, None], jnp.zeros_like(lengths)
+    if config.benchmark_forced_acceptance is not None:
+        rate = config.benchmark_forced_acceptance
+        done = state.step.astype(jnp.float32) * rate
+        accepted = jnp.minimum((jnp.floor(done) - jnp.floor(done - rate)).astype(jnp.int32), lengths)
+        row = jnp.take_along_axis(log_p, accepted[:, None, None], axis=1)[:, 0]
+        last = sampling.sample(row, keys)[:, None]
+        slot = jnp.arange(plan.num_drafts + 1, dtype=jnp.int32)[None, :]
+        tokens = jnp.pad(draft_tokens, [(0, 0), (0, 1)], constant_values=-1)
+        tokens = jnp.where(slot == accepted[:, None], last, jnp.where(slot < accepted[:, None], tokens, -1))
+        return tokens, accepted
+    verified = sampling.verify(
+        draft_tokens,
+        log_q,
+        log_p,
+        keys=keys,
+        method=plan.verify,
+        draft_lengths=lengths,
+        greedy=jnp.broadcast_to(sampling.is_greedy(jnp.asarray(state.params.temperature)), lengths.shape),
+    )
+    return verified.tokens, verified.num_accepted
+
+
+def target_logits(model: Model, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
+    """Teacher-forced target logits, float32 [B, T, V]: row t scores the token behind tokens[:, :t + 1].
+
+    Raises:
+      ValueError: tokens is wider than the target's context.
+    """
+    batch, width = tokens.shape
+    if not 0 < width <= model.target.config.max_context:
+        raise ValueError(f"tokens is {width} wide, the target's context is {model.target.config.max_context}")
+    positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None, :], (batch, width))
+    return model.target(tokens, positions, model.target.make_cache(batch, width), logits="all").logits

@@ -1,0 +1,50 @@
+"""Prompts of different lengths as one right-padded array."""
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+# Every width is a program of its own: prompts share one per bucket. Longer prompts go to multiples of the last.
+DEFAULT_BUCKETS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
+
+
+def pad_prompts(
+    prompts: Sequence[Sequence[int]], buckets: Sequence[int] = DEFAULT_BUCKETS
+) -> tuple[Int[Array, "B T"], Int[Array, " B"]]:
+    """Right-pad prompts to the smallest bucket that holds the longest.
+
+    Args:
+      prompts: token ids of each prompt; a prompt may be empty.
+      buckets: widths to choose from, ascending. Beyond the last, the width is a multiple of it.
+
+    Returns:
+      tokens int32 [B, T], padded with 0, and lengths int32 [B].
+
+    Raises:
+      ValueError: no prompt, a token that is not an id, or buckets that do not ascend.
+    """
+    if not len(prompts):
+        raise ValueError("pad_prompts needs at least one prompt")
+    widths = [int(b) for b in buckets]
+    if not widths or widths[0] <= 0 or sorted(set(widths)) != widths:
+        raise ValueError(f"buckets must be positive and ascending, found {list(buckets)}")
+    rows = [_ids(prompt, i) for i, prompt in enumerate(prompts)]
+    longest = max(len(row) for row in rows)
+    width = next((w for w in widths if w >= longest), -(-longest // widths[-1]) * widths[-1])
+    tokens = np.zeros((len(rows), width), np.int32)
+    for i, row in enumerate(rows):
+        tokens[i, : len(row)] = row
+    return jnp.asarray(tokens), jnp.asarray([len(row) for row in rows], jnp.int32)
+
+
+def _ids(prompt: Sequence[int], index: int) -> np.ndarray:
+    if isinstance(prompt, str):
+        raise ValueError(f"prompt {index} is text; encode it first (Tokenizer.encode) or use generate_text")
+    row = np.asarray(prompt)
+    if row.size == 0:
+        return np.zeros((0,), np.int32)
+    if row.ndim != 1 or row.dtype.kind not in "iu" or row.min() < 0 or row.max() > np.iinfo(np.int32).max:
+        raise ValueError(f"prompt {index} must be a flat list of token ids, found {prompt!r}")
+    return row.astype(np.int32)
