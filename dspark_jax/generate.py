@@ -278,6 +278,9 @@ def _step(
         out = target(block, positions, state.cache, capture=plan.capture, logits="all")
         log_p = sampling.target_log_probs(out.logits, state.params)
         tokens, accepted = _verify(draft_tokens, log_q, log_p, keys, lengths, state, config, plan)
+        expected = None
+        if config.expected_acceptance and drafts:
+            expected = _expected_accepted(draft_tokens, log_q, log_p, lengths)
     draft_cache = state.draft_cache
     if draft_cache is not None:
         with jax.named_scope("draft_context"):
@@ -299,7 +302,11 @@ def _step(
     )
     state, committed = _emit(state, tokens, emitted, out.logits, plan.stop_ids)
     stats = state.stats.add(
-        active=running, draft_lengths=lengths, num_accepted=accepted, num_emitted=committed.num_tokens
+        active=running,
+        draft_lengths=lengths,
+        num_accepted=accepted,
+        num_emitted=committed.num_tokens,
+        expected_accepted=expected,
     )
     state = _end_at_context(dataclasses.replace(state, stats=stats), target.config.max_context)
     return state, dataclasses.replace(committed, finish_reason=state.finish_reason)
@@ -340,6 +347,20 @@ def _draft(
         lengths = jnp.minimum(lengths, cut)
     one_hot = config.draft == "greedy" or config.verify == "match"
     return draft.tokens, None if one_hot else draft.log_q, lengths
+
+
+def _expected_accepted(
+    draft_tokens: Int[Array, "B K"],
+    log_q: Float[Array, "B K V"] | None,
+    log_p: Float[Array, "B N V"],
+    lengths: Int[Array, " B"],
+) -> Float[Array, "B 2"]:
+    """Drafts that `standard` and `block` accept on average over the coins."""
+    means = []
+    for method in ("standard", "block"):
+        _, h = sampling.acceptance(draft_tokens, log_q, log_p, method=method, draft_lengths=lengths)
+        means.append(sampling.expected_acceptance_length(h, method=method) - 1.0)
+    return jnp.stack(means, axis=-1)
 
 
 def _no_markov(previous: Int[Array, " B"], hidden: Float[Array, "B H"], carry: None) -> tuple[Array, Array, None]:

@@ -41,6 +41,8 @@ class GenerateConfig:
       ragged_verify: rule for steps that the threshold may shorten. "standard" is what published engines use.
       record_steps: keep drafts, accepted counts and last tokens of every step.
       log_probs: also return the log-probability of each emitted token under the unfiltered target at temperature 1.
+      expected_acceptance: also sum up what `standard` and `block` accept on average over their coins, from the same
+        drafts (see `AcceptanceStats.expected_accepted`).
       prefill_chunk: prompt tokens of one forward; bounds the memory of a long prompt.
       draft_attention: implementation of the drafter's attention kernels, None for the best on the device.
       benchmark_forced_acceptance: BENCHMARKS ONLY, the output is then meaningless: accept this many drafts a step on
@@ -60,6 +62,7 @@ class GenerateConfig:
     ragged_verify: str = "standard"
     record_steps: bool = False
     log_probs: bool = False
+    expected_acceptance: bool = False
     prefill_chunk: int = 512
     draft_attention: str | None = None
     benchmark_forced_acceptance: float | None = None

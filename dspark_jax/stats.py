@@ -28,6 +28,8 @@ class AcceptanceStats:
       reached_per_position: int32 [B, K], steps that verified slot j and accepted all drafts before it.
       num_emitted_tokens: int32 [B], tokens of verify steps that reached the output (the first token, which the prompt
         gives, is not one of them).
+      expected_accepted: float32 [B, 2], summed over steps: drafts that `standard` and `block` verification accept on
+        average over their coins, given the same drafts and laws. 0 unless `GenerateConfig.expected_acceptance`.
     """
 
     num_spec_steps: Leaf
@@ -35,6 +37,7 @@ class AcceptanceStats:
     drafted_per_position: Leaf
     reached_per_position: Leaf
     num_emitted_tokens: Leaf
+    expected_accepted: Leaf
 
     @classmethod
     def zeros(cls, batch: int, num_draft_tokens: int) -> "AcceptanceStats":
@@ -46,6 +49,7 @@ class AcceptanceStats:
             drafted_per_position=slots,
             reached_per_position=slots,
             num_emitted_tokens=count,
+            expected_accepted=jnp.zeros((batch, 2), jnp.float32),
         )
 
     def add(
@@ -55,6 +59,7 @@ class AcceptanceStats:
         draft_lengths: Int[Array, " B"],
         num_accepted: Int[Array, " B"],
         num_emitted: Int[Array, " B"],
+        expected_accepted: Float[Array, "B 2"] | None = None,
     ) -> "AcceptanceStats":
         """Count one step of the rows that are `active` (bool [B])."""
         slots = jnp.arange(self.acceptance_histogram.shape[-1], dtype=jnp.int32)[None, :]
@@ -68,6 +73,11 @@ class AcceptanceStats:
             drafted_per_position=self.drafted_per_position + drafted.astype(jnp.int32),
             reached_per_position=self.reached_per_position + (drafted & reached).astype(jnp.int32),
             num_emitted_tokens=self.num_emitted_tokens + one * num_emitted,
+            expected_accepted=(
+                self.expected_accepted
+                if expected_accepted is None
+                else self.expected_accepted + jnp.where(active[:, None], expected_accepted, 0.0)
+            ),
         )
 
     def total(self) -> "AcceptanceStats":
@@ -95,6 +105,12 @@ class AcceptanceStats:
         """1 + accepted drafts per verify step: what a step would emit if nothing were cut off."""
         accepted = _ratio(self.num_accepted_draft_tokens, self.num_spec_steps)
         return accepted + (self.num_spec_steps > 0).astype(jnp.float32)
+
+    @property
+    def expected_acceptance_length(self) -> Float[Array, "*B 2"]:
+        """Acceptance length of `standard` and `block` averaged over their coins: less noisy than the counted one."""
+        steps = self.num_spec_steps[..., None]
+        return _ratio(self.expected_accepted, steps) + (steps > 0).astype(jnp.float32)
 
     @property
     def mean_emitted_length(self) -> Float[Array, "*B"]:

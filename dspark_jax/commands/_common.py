@@ -1,0 +1,34 @@
+"""What commands share: cache folders and the printing of statistics."""
+
+import os
+from pathlib import Path
+
+from dspark_jax.stats import AcceptanceStats
+
+
+def cache_folder() -> Path:
+    """$XDG_CACHE_HOME/dspark_jax, or ~/.cache/dspark_jax."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dspark_jax"
+
+
+def use_compilation_cache() -> None:
+    """Keep compiled programs between runs, unless the user has configured JAX's cache himself."""
+    import jax
+
+    if jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def describe(stats: AcceptanceStats) -> str:
+    """Acceptance statistics in a few lines; empty where nothing was drafted."""
+    s = stats.summary()
+    if not s["num_draft_tokens"]:
+        return ""
+    rates = "  ".join(f"{rate:.2f}" for rate in s["acceptance_rate_per_position"])
+    return (
+        f"acceptance length   {s['mean_acceptance_length']:.2f} tokens a verify step "
+        f"({s['num_accepted_draft_tokens']} of {s['num_draft_tokens']} drafts accepted, {s['num_spec_steps']} steps)\n"
+        f"accepted by slot    {rates}\n"
+        f"steps by accepted   {'  '.join(map(str, s['acceptance_histogram']))}"
+    )

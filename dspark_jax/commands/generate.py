@@ -1,0 +1,133 @@
+"""`python -m dspark_jax generate CKPT`: continue prompts, streaming."""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+from dspark_jax.commands._common import describe, use_compilation_cache
+from dspark_jax.generate_config import DRAFT_METHODS, VERIFY_METHODS, FinishReason, GenerateConfig
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    parser.add_argument("checkpoint", type=Path, help="folder that `python -m convert.minimax` wrote")
+    prompt = parser.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt; repeat for a batch")
+    prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="a text file that is the prompt")
+    prompt.add_argument(
+        "--tokens", action="append", metavar="IDS", help="token ids, comma-separated; repeat for a batch"
+    )
+    parser.add_argument("--chat", action="store_true", help="put each prompt through the checkpoint's chat template")
+    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default 128")
+    parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy; default 1")
+    parser.add_argument("--top-k", type=int, default=0, help="keep the k likeliest tokens; 0 keeps all")
+    parser.add_argument("--top-p", type=float, default=1.0, help="keep the likeliest tokens up to this mass; default 1")
+    parser.add_argument("--min-p", type=float, default=0.0, help="drop tokens below this share of the likeliest")
+    parser.add_argument("--seed", type=int, default=0, help="of the first prompt; the next ones count up from it")
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end a row at this text; repeatable"
+    )
+    parser.add_argument(
+        "--ignore-eos", action="store_true", help="do not stop at the checkpoint's end-of-sequence token"
+    )
+    parser.add_argument("--draft", choices=DRAFT_METHODS, help="default: ancestral where there is a drafter, else none")
+    parser.add_argument("--verify", choices=VERIFY_METHODS, default="block", help="default block")
+    parser.add_argument("--num-draft-tokens", type=int, metavar="K", help="default: the drafter's block size")
+    parser.add_argument(
+        "--confidence-threshold", type=float, default=0.0, help="cut a block at the first less sure draft"
+    )
+    parser.add_argument("--weights", choices=("native", "bf16"), default="native", help="format of weights in memory")
+    parser.add_argument("--compute-dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of activations")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of streaming text")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command -> exit status."""
+    import dspark_jax as ds
+
+    use_compilation_cache()
+    layout = ds.Layout.read(options.checkpoint)
+    has_tokenizer = (options.checkpoint / "tokenizer.json").is_file()
+    if not has_tokenizer and (options.tokens is None or options.stop):
+        raise ValueError(f"{options.checkpoint} has no tokenizer.json; give --tokens instead of text, and no --stop")
+    tokenizer = ds.Tokenizer.load(options.checkpoint) if has_tokenizer else None
+    prompts = _prompts(options, tokenizer)
+    config = GenerateConfig(
+        max_new_tokens=options.max_new_tokens,
+        num_draft_tokens=options.num_draft_tokens,
+        draft=options.draft or ("none" if layout.drafter is None else "ancestral"),
+        verify=options.verify,
+        stop_token_ids=() if options.ignore_eos else None,
+        confidence_threshold=options.confidence_threshold,
+    )
+    params = ds.SamplingParams(
+        temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, min_p=options.min_p
+    )
+    model = ds.load(options.checkpoint, weights=options.weights, compute_dtype=options.compute_dtype)
+    events = ds.stream(
+        model,
+        prompts,
+        config=config,
+        params=params,
+        seeds=range(options.seed, options.seed + len(prompts)),
+        tokenizer=tokenizer,
+        stop_strings=options.stop,
+    )
+    return _report(events, options, tokenizer, len(prompts))
+
+
+def _prompts(options: argparse.Namespace, tokenizer) -> list[list[int]]:
+    if options.tokens is not None:
+        if options.chat:
+            raise ValueError("--chat needs text; give --prompt or --prompt-file instead of --tokens")
+        try:
+            return [[int(t) for t in row.replace(",", " ").split()] for row in options.tokens]
+        except ValueError as error:
+            raise ValueError(f"--tokens must be integers separated by commas, found {options.tokens!r}") from error
+    texts = options.prompt or [options.prompt_file.read_text(encoding="utf-8")]
+    if options.chat:
+        texts = [tokenizer.chat([{"role": "user", "content": text}]) for text in texts]
+    return [tokenizer.encode(text) for text in texts]
+
+
+def _report(events, options: argparse.Namespace, tokenizer, rows: int) -> int:
+    pieces, tokens = [""] * rows, [[] for _ in range(rows)]
+    streaming = rows == 1 and not options.json
+    start = first = None
+    event = None
+    for event in events:
+        now = time.perf_counter()
+        start, first = (now, sum(map(len, event.tokens))) if start is None else (start, first)
+        for i, new in enumerate(event.tokens):
+            tokens[i].extend(new)
+            piece = event.text[i] if tokenizer is not None else "".join(f"{t} " for t in new)
+            pieces[i] += piece
+            if streaming:
+                print(piece, end="", flush=True)
+    seconds = time.perf_counter() - start
+    reasons = [FinishReason(r).name.lower() for r in event.finish_reason]
+    stats = event.generation.stats
+    count = sum(map(len, tokens))
+    if options.json:
+        report = {
+            "rows": [
+                {"text": p, "tokens": t, "finish_reason": r} for p, t, r in zip(pieces, tokens, reasons, strict=True)
+            ]
+        }
+        print(json.dumps(report | {"stats": stats.summary()}))
+        return 0
+    if not streaming:
+        for i, piece in enumerate(pieces):
+            print(f"[{i}] {piece}")
+    else:
+        print()
+    lines = describe(stats)
+    print(f"\n{count} tokens, finished by {', '.join(reasons)}", file=sys.stderr)
+    if count > first and seconds > 0:
+        # From the first token on; a first run on this machine still has the step's compilation in it.
+        print(f"{(count - first) / seconds:.1f} tokens/s after the first token, compilation included", file=sys.stderr)
+    if lines:
+        print(lines, file=sys.stderr)
+    return 0

@@ -1,0 +1,145 @@
+"""Drawing tokens: one from a given law, and a block of drafts."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from dspark_jax.sampling.filters import row_peak, scale
+from dspark_jax.sampling.keys import Purpose, draft_keys, gumbels, purpose_keys
+from dspark_jax.sampling.params import inverse_temperature, is_greedy
+
+Markov = Callable[[Array, Array, object], tuple[Array, Array, object]]
+
+
+class Draft(NamedTuple):
+    """A block of drafts.
+
+    Attributes:
+      tokens: i32 [B,K].
+      log_q: fp32 [B,K,V], what each token was drawn from: one-hot in greedy rows. None for method "greedy", whose
+        tokens were not drawn at all: `verify` then uses the one-hot rule.
+      prev_embeddings: [B,K,r], the Markov embedding of the token before each draft, which the confidence head reads.
+    """
+
+    tokens: Int[Array, "B K"]
+    log_q: Float[Array, "B K V"] | None
+    prev_embeddings: Float[Array, "B K r"]
+
+
+def draft(
+    base_logits: Float[Array, "B K V"],
+    hidden: Float[Array, "B K H"],
+    anchor: Int[Array, " B"],
+    *,
+    markov: Markov,
+    temperature: float | int | Float[Array, ""] | Float[Array, " B"],
+    keys: Key[Array, " B"],
+    method: str,
+    allowed: Bool[Array, " V"] | None = None,
+) -> Draft:
+    """Draws a block of drafts from left to right: each slot sees the token drawn before it.
+
+    Draft k comes from softmax((base_logits[k] + bias(draft k-1)) / temperature), the first one after the anchor
+    (DSpark, arXiv 2607.05147, section 3.1). No other filter: any proposal is lossless as long as it is the one that was
+    drawn from, and that one is returned.
+
+    Args:
+      base_logits, hidden: the drafter's output at each slot, any float dtype; sampling is in fp32.
+      anchor: the last committed token.
+      markov: (previous tokens [B], hidden of the slot [B,H], carry) -> bias [B,V], embedding of the previous token
+        [B,r], carry. The first call gets carry None; what it returns is passed on.
+      temperature: one or one per request; below 1e-5 a row drafts its argmax chain, the first index of equal logits.
+      keys: the step's keys, the same ones that `verify` gets.
+      method: "ancestral" draws each token; "greedy" takes the argmax in every row.
+      allowed: tokens that may be drafted (False for padded vocabulary and mask ids). None: all.
+
+    Raises:
+      ValueError: an unknown method; the known ones are listed.
+    """
+    if method not in DRAFTING_METHODS:
+        raise ValueError(f"drafting method {method!r} does not exist: choose one of {', '.join(DRAFTING_METHODS)}.")
+    choose = DRAFTING_METHODS[method]
+    batch, slots, vocab = base_logits.shape
+    temperature = jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), (batch,))
+    if allowed is None:
+        allowed = jnp.ones((vocab,), bool)
+    previous, carry = anchor, None
+    tokens, embeddings, log_q = [], [], []
+    for slot in range(slots):
+        bias, embedding, carry = markov(previous, hidden[:, slot], carry)
+        logits = base_logits[:, slot].astype(jnp.float32) + bias.astype(jnp.float32)
+        previous, proposal = choose(logits, temperature, draft_keys(keys, slot), allowed)
+        tokens.append(previous)
+        embeddings.append(embedding)
+        log_q.append(proposal)
+    proposals = None if log_q[0] is None else jnp.stack(log_q, axis=1)
+    return Draft(jnp.stack(tokens, axis=1), proposals, jnp.stack(embeddings, axis=1))
+
+
+def _ancestral(logits: Array, temperature: Array, keys: Array, allowed: Array) -> tuple[Array, Array]:
+    greedy = is_greedy(temperature)
+    scores = scale(logits, row_peak(logits, allowed), inverse_temperature(temperature), allowed)
+    log_mass = jnp.log(jnp.sum(jnp.exp(scores), axis=-1, keepdims=True))
+    sampled = scores - jnp.where(log_mass > -jnp.inf, log_mass, 0.0)
+    best = jnp.argmax(scores, axis=-1).astype(jnp.int32)[:, None]
+    vocabulary = jnp.arange(logits.shape[-1], dtype=jnp.int32)[None]
+    one_hot = jnp.where((vocabulary == best) & (scores == 0), 0.0, -jnp.inf).astype(jnp.float32)
+    log_q = jnp.where(greedy[:, None], one_hot, sampled)
+    # Drawn from the very numbers that are stored: another rounding of the same softmax would not be lossless.
+    return draw(log_q, keys, greedy), log_q
+
+
+def _greedy(logits: Array, temperature: Array, keys: Array, allowed: Array) -> tuple[Array, None]:
+    del temperature, keys
+    scores = scale(logits, row_peak(logits, allowed), jnp.ones(logits.shape[:1], jnp.float32), allowed)
+    return draw_greedy(scores), None
+
+
+DRAFTING_METHODS: dict[str, Callable[[Array, Array, Array, Array], tuple[Array, Array | None]]] = {
+    "ancestral": _ancestral,
+    "greedy": _greedy,
+}
+
+
+def sample(
+    log_p: Float[Array, "B V"], keys: Key[Array, " B"], *, greedy: Bool[Array, " B"] | None = None
+) -> Int[Array, " B"]:
+    """One token per row: what a step without drafts emits.
+
+    Args:
+      log_p: log-probabilities, for instance a row of `target_log_probs`; they need not be normalised.
+      keys: the step's keys. The draw is the one that `verify` makes for its last token.
+      greedy: rows that take the argmax, the first index of equal ones. One-hot rows do so without being named.
+
+    Returns:
+      i32 tokens; entries of -inf are never drawn, and a row of nothing else gives -1.
+    """
+    return draw(log_p, purpose_keys(keys, Purpose.FINAL), greedy)
+
+
+def draw(
+    log_p: Float[Array, "B V"], keys: Key[Array, " B"], greedy: Bool[Array, " B"] | None = None
+) -> Int[Array, " B"]:
+    """Draws by Gumbel-max with keys of one purpose; -1 from a row that is all -inf."""
+
+    def sampled() -> Array:
+        # Finite noise leaves -inf where it is; argmax(log p + Gumbel) has law p.
+        noisy = log_p + gumbels(keys, log_p.shape[-1]).astype(log_p.dtype)
+        return _best(noisy if greedy is None else jnp.where(greedy[:, None], log_p, noisy), log_p)
+
+    if greedy is None:
+        return sampled()
+    return lax.cond(jnp.all(greedy), lambda: draw_greedy(log_p), sampled)
+
+
+def draw_greedy(log_p: Float[Array, "*rows V"]) -> Int[Array, "*rows"]:
+    """The argmax, the first index of equal ones; -1 from a row that is all -inf."""
+    return _best(log_p, log_p)
+
+
+def _best(scores: Array, log_p: Array) -> Array:
+    best = jnp.argmax(scores, axis=-1).astype(jnp.int32)
+    return jnp.where(jnp.take_along_axis(log_p, best[..., None], axis=-1)[..., 0] > -jnp.inf, best, -1)

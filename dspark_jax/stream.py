@@ -1,0 +1,107 @@
+"""Generation driven from the host: the step of `generate`, one event for each."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import jax.numpy as jnp
+import numpy as np
+
+from dspark_jax.checkpoint import Model
+from dspark_jax.generate import prefill, step
+from dspark_jax.generate_config import FinishReason, GenerateConfig
+from dspark_jax.generation_state import Generation, GenerationState
+from dspark_jax.prompts import DEFAULT_BUCKETS, pad_prompts
+from dspark_jax.sampling import SamplingParams, request_keys
+from dspark_jax.text import TextStream, Tokenizer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StreamEvent:
+    """What one step added to each row.
+
+    Attributes:
+      tokens: new tokens of each row; empty for rows that had finished.
+      text: new text of each row, if a tokenizer was given. It can lag behind the tokens by an unfinished character or
+        by what may become a stop string.
+      finish_reason: of each row, after the step.
+      generation: the whole result, as `generate` returns it; in the last event only, None before.
+    """
+
+    tokens: tuple[tuple[int, ...], ...]
+    text: tuple[str, ...]
+    finish_reason: tuple[FinishReason, ...]
+    generation: Generation | None
+
+
+def stream(
+    model: Model,
+    prompts: Sequence[Sequence[int]],
+    *,
+    config: GenerateConfig,
+    params: SamplingParams | None = None,
+    seeds: Sequence[int] | None = None,
+    tokenizer: Tokenizer | None = None,
+    stop_strings: Sequence[str] = (),
+    buckets: Sequence[int] = DEFAULT_BUCKETS,
+) -> Iterator[StreamEvent]:
+    """Yield what each step committed. The tokens are those of `generate` with the same arguments.
+
+    Args:
+      model: what `load` returned.
+      prompts: token ids of each prompt.
+      config: as for `generate`.
+      params: temperature and filters, `SamplingParams()` by default.
+      seeds: one a prompt; 0, 1, 2, ... by default.
+      tokenizer: gives the events their text.
+      stop_strings: texts that end a row, found in its decoded output; the text ends before them. The tokens that spell
+        them have been committed and stay.
+      buckets: widths to pad prompts to, as for `pad_prompts`.
+
+    Raises:
+      ValueError: a token outside the vocabulary, stop strings without a tokenizer, an empty stop string, seeds that do
+        not match the prompts, or what `generate` raises.
+    """
+    if stop_strings and tokenizer is None:
+        raise ValueError("stop_strings need a tokenizer; without one use GenerateConfig.stop_token_ids")
+    if any(not s for s in stop_strings):
+        raise ValueError("a stop string must not be empty")
+    seeds = range(len(prompts)) if seeds is None else seeds
+    if len(seeds) != len(prompts):
+        raise ValueError(f"{len(seeds)} seeds for {len(prompts)} prompts; give one each")
+    vocab = model.target.config.vocab_size
+    for i, prompt in enumerate(prompts):
+        if len(prompt) and max(prompt) >= vocab:
+            raise ValueError(f"prompt {i} holds token {max(prompt)}, outside the vocabulary of {vocab}")
+    tokens, lengths = pad_prompts(prompts, buckets)
+    return _events(model, tokens, lengths, list(seeds), params or SamplingParams(), config, tokenizer, stop_strings)
+
+
+def _events(model, tokens, lengths, seeds, params, config, tokenizer, stop_strings) -> Iterator[StreamEvent]:
+    state = prefill(model, tokens, lengths, request_keys(seeds), params, config=config)
+    texts = [TextStream(tokenizer, stop_strings) for _ in seeds] if tokenizer is not None else []
+    done = np.zeros(len(seeds), np.int32)
+    while True:
+        count, reason = np.asarray(state.num_tokens), np.array(state.finish_reason)
+        output = np.asarray(state.tokens)
+        new = [tuple(int(t) for t in output[i, done[i] : count[i]]) for i in range(len(seeds))]
+        done = count
+        text = tuple(t.feed(n, last=bool(r)) for t, n, r in zip(texts, new, reason, strict=False))
+        for i, t in enumerate(texts):
+            if t.stopped:
+                reason[i] = FinishReason.STOP
+        state = _with_reasons(state, reason)
+        finished = bool((reason != FinishReason.RUNNING).all())
+        yield StreamEvent(
+            tokens=tuple(new),
+            text=text,
+            finish_reason=tuple(FinishReason(r) for r in reason.tolist()),
+            # Earlier than the end it would hold buffers that the next step is given to overwrite.
+            generation=state.result() if finished else None,
+        )
+        if finished:
+            return
+        state, _ = step(model, state, config=config)
+
+
+def _with_reasons(state: GenerationState, reason: np.ndarray) -> GenerationState:
+    return dataclasses.replace(state, finish_reason=jnp.asarray(reason, jnp.int32))
