@@ -15,12 +15,14 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from dspark_jax import sampling
+from dspark_jax.cache import DraftCache
 from dspark_jax.checkpoint import Model
+from dspark_jax.drafter import DSparkDrafter
 from dspark_jax.generate_config import FinishReason, GenerateConfig
 from dspark_jax.generation_state import Committed, Generation, GenerationState, StepRecord
 from dspark_jax.sampling import SamplingParams
 from dspark_jax.stats import AcceptanceStats
-from dspark_jax.target import last_row, token_positions
+from dspark_jax.target import MiniMaxTarget, last_row, token_positions
 
 log = logging.getLogger("dspark_jax")
 
@@ -137,9 +139,8 @@ def _prefill(
     _check_inputs(tokens, lengths, keys, target.config.max_context)
     lengths = jnp.clip(lengths, 0, width)
     cache = target.make_cache(batch, width + config.max_new_tokens + plan.num_drafts + 1)
-    draft_cache = None
-    if plan.num_drafts:
-        draft_cache = model.drafter.make_cache(batch, cache.slots)
+    drafter = model.drafter if plan.num_drafts else None
+    draft_cache = None if drafter is None else drafter.make_cache(batch, cache.slots)
     chunk = min(config.prefill_chunk, width)
     padded = jnp.pad(tokens, [(0, 0), (0, -width % chunk)])
 
@@ -150,8 +151,8 @@ def _prefill(
         positions = token_positions(jnp.full((batch,), start, jnp.int32), here, chunk)
         part = lax.dynamic_slice_in_dim(padded, start, chunk, axis=1)
         out = target(part, positions, cache, capture=plan.capture, logits="none")
-        if draft_cache is not None:
-            draft_cache = model.drafter.write_context(out.features, positions, draft_cache)
+        if drafter is not None and draft_cache is not None:
+            draft_cache = drafter.write_context(out.features, positions, draft_cache)
         last = last_row(out.hidden, positions)[:, 0]
         return out.cache, draft_cache, jnp.where((here > 0)[:, None], last, hidden)
 
@@ -196,7 +197,7 @@ def _check_inputs(tokens: Array, lengths: Array, keys: Array, max_context: int) 
             f"tokens {tokens.shape}, lengths {lengths.shape} and keys {keys.shape} must share their first axis; "
             "make keys with request_keys(seeds), one seed a row"
         )
-    if not jax.dtypes.issubdtype(keys.dtype, jax.dtypes.prng_key):
+    if not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key):
         raise ValueError(f"keys must be typed keys, found dtype {keys.dtype}; make them with request_keys(seeds)")
     if width > max_context:
         raise ValueError(
@@ -259,6 +260,7 @@ def _step(
     model: Model, state: GenerationState, config: GenerateConfig, plan: _Plan
 ) -> tuple[GenerationState, Committed]:
     target, drafts = model.target, plan.num_drafts
+    drafter = model.drafter if drafts else None
     running = state.finish_reason == FinishReason.RUNNING
     keys = sampling.step_keys(state.keys, state.step)
     # Room for the drafts and the token behind them, in the row's budget and in the target's context.
@@ -266,26 +268,29 @@ def _step(
     context = target.config.max_context - 2 - state.position
     lengths = jnp.clip(jnp.minimum(budget, context), 0, drafts)
     log_q, draft_tokens = None, jnp.zeros((state.anchor.shape[0], 0), jnp.int32)
-    if drafts:
+    if drafter is not None and state.draft_cache is not None:
         with jax.named_scope("draft"):
-            draft_tokens, log_q, lengths = _draft(model, state, keys, lengths, config, drafts)
+            draft_tokens, log_q, lengths = _draft(
+                drafter, target, state, state.draft_cache, keys, lengths, config, drafts
+            )
     lengths = jnp.where(running, lengths, 0)
     slot = jnp.arange(drafts, dtype=jnp.int32)[None, :]
     draft_tokens = jnp.where(slot < lengths[:, None], draft_tokens, -1)
     with jax.named_scope("verify"):
         block = jnp.concatenate([state.anchor[:, None], jnp.maximum(draft_tokens, 0)], axis=1)
         positions = token_positions(state.position, jnp.where(running, lengths + 1, 0), drafts + 1)
-        out = target(block, positions, state.cache, capture=plan.capture, logits="all")
-        log_p = sampling.target_log_probs(out.logits, state.params)
+        out = target(block, positions, state.cache, capture=plan.capture, logits="none")
+        logits = target.lm_head.logits(out.hidden)
+        log_p = sampling.target_log_probs(logits, state.params)
         tokens, accepted = _verify(draft_tokens, log_q, log_p, keys, lengths, state, config, plan)
         expected = None
         if config.expected_acceptance and drafts:
             expected = _expected_accepted(draft_tokens, log_q, log_p, lengths)
     draft_cache = state.draft_cache
-    if draft_cache is not None:
+    if drafter is not None and draft_cache is not None:
         with jax.named_scope("draft_context"):
             kept = token_positions(state.position, jnp.where(running, accepted + 1, 0), drafts + 1)
-            draft_cache = model.drafter.write_context(out.features, kept, draft_cache)
+            draft_cache = drafter.write_context(out.features, kept, draft_cache)
     emitted = jnp.where(running, accepted + 1, 0)
     last = jnp.take_along_axis(tokens, accepted[:, None], axis=1)[:, 0]
     steps = state.steps
@@ -300,7 +305,7 @@ def _step(
         draft_cache=draft_cache,
         steps=steps,
     )
-    state, committed = _emit(state, tokens, emitted, out.logits, plan.stop_ids)
+    state, committed = _emit(state, tokens, emitted, logits, plan.stop_ids)
     stats = state.stats.add(
         active=running,
         draft_lengths=lengths,
@@ -313,15 +318,21 @@ def _step(
 
 
 def _draft(
-    model: Model, state: GenerationState, keys: Array, lengths: Int[Array, " B"], config: GenerateConfig, drafts: int
+    drafter: DSparkDrafter,
+    target: MiniMaxTarget,
+    state: GenerationState,
+    draft_cache: DraftCache,
+    keys: Array,
+    lengths: Int[Array, " B"],
+    config: GenerateConfig,
+    drafts: int,
 ) -> tuple[Int[Array, "B K"], Float[Array, "B K V"] | None, Int[Array, " B"]]:
     """-> draft tokens, the law each was drawn from (None: one-hot), how many of them to verify."""
-    drafter, target = model.drafter, model.target
     own = drafter.config.own_embeddings
     block = drafter.block(
         state.anchor,
         state.position,
-        state.draft_cache,
+        draft_cache,
         num_slots=drafts,
         embed=None if own else target.embed_tokens,
         head=None if own else target.lm_head,
@@ -333,13 +344,13 @@ def _draft(
         block.base_logits,
         block.hidden,
         state.anchor,
-        markov=drafter.markov_head or _no_markov,
+        markov=drafter.markov_head,
         temperature=jnp.asarray(state.params.temperature),
         keys=keys,
         method=config.draft,
         allowed=allowed,
     )
-    if config.confidence_threshold > 0:
+    if drafter.confidence_head is not None and config.confidence_threshold > 0:
         # Slot k's confidence is known before draft k is drawn, so cutting there cannot favour any token.
         confidence = jax.nn.sigmoid(drafter.confidence_head(block.hidden, draft.prev_embeddings))
         sure = confidence >= config.confidence_threshold
@@ -361,12 +372,6 @@ def _expected_accepted(
         _, h = sampling.acceptance(draft_tokens, log_q, log_p, method=method, draft_lengths=lengths)
         means.append(sampling.expected_acceptance_length(h, method=method) - 1.0)
     return jnp.stack(means, axis=-1)
-
-
-def _no_markov(previous: Int[Array, " B"], hidden: Float[Array, "B H"], carry: None) -> tuple[Array, Array, None]:
-    """Heads of a drafter without a Markov head: no bias, no embedding."""
-    zero = jnp.zeros((previous.shape[0], 1), jnp.float32)
-    return zero, zero, carry
 
 
 def _verify(
@@ -414,4 +419,5 @@ def target_logits(model: Model, tokens: Int[Array, "B T"]) -> Float[Array, "B T 
     if not 0 < width <= model.target.config.max_context:
         raise ValueError(f"tokens is {width} wide, the target's context is {model.target.config.max_context}")
     positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None, :], (batch, width))
-    return model.target(tokens, positions, model.target.make_cache(batch, width), logits="all").logits
+    out = model.target(tokens, positions, model.target.make_cache(batch, width), logits="none")
+    return model.target.lm_head.logits(out.hidden)

@@ -6,6 +6,7 @@ figures are cut there, all others are not, because the drafter was right about t
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -132,7 +133,7 @@ class AcceptanceStats:
         """Of the steps that verified slot j and accepted all before it, the share that accepted it too."""
         return _ratio(self.accepted_per_position, self.reached_per_position)
 
-    def summary(self) -> dict[str, float | int | list]:
+    def summary(self) -> dict[str, Any]:
         """Totals as plain numbers for printing and JSON."""
         t = self.total() if self.num_spec_steps.ndim else self
         names = (

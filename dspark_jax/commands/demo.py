@@ -40,10 +40,10 @@ def run(options: argparse.Namespace) -> int:
     speculative = GenerateConfig(max_new_tokens=options.max_new_tokens)
     print(f"{jax.devices()[0].device_kind}, random weights: the mechanism is real, the text is noise\n")
     print(f"--- {_PROMPTS[0]!r}, streamed")
-    event = None
     for event in ds.stream(model, prompts[:1], config=speculative, params=params, tokenizer=tokenizer):
         print(event.text[0], end="", flush=True)
-    print(f"\n\n{describe(event.generation.stats)}\n")
+        if event.generation is not None:
+            print(f"\n\n{describe(event.generation.stats)}\n")
     print("--- all prompts as one jitted batch, with and without drafts (compiled before timing)")
     tokens, lengths = ds.pad_prompts(prompts)
     run_batch = jax.jit(ds.generate, static_argnames="config")

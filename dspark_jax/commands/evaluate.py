@@ -150,20 +150,19 @@ def measure(model, prompts, params, config: GenerateConfig, options: argparse.Na
     import dspark_jax as ds
 
     generate = jax.jit(ds.generate, static_argnames="config")
-    totals, passes = None, []
+    passes = []
     start = time.perf_counter()
     seed = options.seed
     for _ in range(options.passes):
-        one = None
+        parts = []
         for first in range(0, len(prompts), options.batch_size):
             part = prompts[first : first + options.batch_size]
             tokens, lengths = ds.pad_prompts(part)
             keys = ds.request_keys(range(seed, seed + len(part)))
-            stats = generate(model, tokens, lengths, keys, params, config=config).stats.total()
-            one = stats if one is None else jax.tree.map(lambda a, b: a + b, one, stats)
+            parts.append(generate(model, tokens, lengths, keys, params, config=config).stats.total())
             seed += len(part)
-        passes.append(one)
-        totals = one if totals is None else jax.tree.map(lambda a, b: a + b, totals, one)
+        passes.append(jax.tree.map(lambda *counts: sum(counts), *parts))
+    totals = jax.tree.map(lambda *counts: sum(counts), *passes)
     seconds = time.perf_counter() - start
     lengths = [float(p.mean_acceptance_length) for p in passes]
     expected = totals.expected_acceptance_length.tolist()

@@ -1,6 +1,7 @@
 """`python -m dspark_jax generate CKPT`: continue prompts, streaming."""
 
 import argparse
+import itertools
 import json
 import sys
 import time
@@ -95,11 +96,11 @@ def _prompts(options: argparse.Namespace, tokenizer) -> list[list[int]]:
 def _report(events, options: argparse.Namespace, tokenizer, rows: int) -> int:
     pieces, tokens = [""] * rows, [[] for _ in range(rows)]
     streaming = rows == 1 and not options.json
-    start = first = None
-    event = None
-    for event in events:
-        now = time.perf_counter()
-        start, first = (now, sum(map(len, event.tokens))) if start is None else (start, first)
+    first = next(events)
+    start, count_at_start = time.perf_counter(), sum(map(len, first.tokens))
+    last = first
+    for event in itertools.chain([first], events):
+        last = event
         for i, new in enumerate(event.tokens):
             tokens[i].extend(new)
             piece = event.text[i] if tokenizer is not None else "".join(f"{t} " for t in new)
@@ -107,8 +108,8 @@ def _report(events, options: argparse.Namespace, tokenizer, rows: int) -> int:
             if streaming:
                 print(piece, end="", flush=True)
     seconds = time.perf_counter() - start
-    reasons = [FinishReason(r).name.lower() for r in event.finish_reason]
-    stats = event.generation.stats
+    reasons = [FinishReason(r).name.lower() for r in last.finish_reason]
+    stats = last.generation.stats
     count = sum(map(len, tokens))
     if options.json:
         report = {
@@ -125,9 +126,12 @@ def _report(events, options: argparse.Namespace, tokenizer, rows: int) -> int:
         print()
     lines = describe(stats)
     print(f"\n{count} tokens, finished by {', '.join(reasons)}", file=sys.stderr)
-    if count > first and seconds > 0:
+    if count > count_at_start and seconds > 0:
         # From the first token on; a first run on this machine still has the step's compilation in it.
-        print(f"{(count - first) / seconds:.1f} tokens/s after the first token, compilation included", file=sys.stderr)
+        print(
+            f"{(count - count_at_start) / seconds:.1f} tokens/s after the first token, compilation included",
+            file=sys.stderr,
+        )
     if lines:
         print(lines, file=sys.stderr)
     return 0

@@ -66,7 +66,7 @@ def acceptance(
 
 def residual_log_probs(
     log_q: Float[Array, "B K V"] | None,
-    log_p: Float[Array, "B K+1 V"],
+    log_p: Float[Array, "B N V"],
     log_rho: Float[Array, "B K"],
     num_accepted: Int[Array, " B"],
     *,
@@ -78,7 +78,7 @@ def residual_log_probs(
     """The law of the token after the accepted drafts: the residual, or the target's row when all were accepted.
 
     Args:
-      log_q, log_p, method, draft_lengths, proposal_valid: as for `acceptance`.
+      log_q, log_p (N = K + 1), method, draft_lengths, proposal_valid: as for `acceptance`.
       log_rho: from `acceptance` with the same method.
       num_accepted: 0..`draft_lengths`.
       draft_tokens: needed where the one-hot rule applies (log_q None or proposal_valid given).
