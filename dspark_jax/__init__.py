@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from dspark_jax.checkpoint import CheckpointError, Layout, Model, load, load_drafter
     from dspark_jax.config import ConfigError, DrafterConfig, TargetConfig
     from dspark_jax.drafter import DSparkDrafter
-    from dspark_jax.generate import generate, prefill, step, target_logits
     from dspark_jax.generate_config import FinishReason, GenerateConfig
+    from dspark_jax.generation import generate, prefill, step, target_logits
     from dspark_jax.generation_state import Committed, Generation, GenerationState
     from dspark_jax.prompts import pad_prompts
     from dspark_jax.sampling import SamplingParams, request_keys
     from dspark_jax.sharding import ShardingRules
     from dspark_jax.stats import AcceptanceStats
-    from dspark_jax.stream import StreamEvent, stream
+    from dspark_jax.streaming import StreamEvent, stream
     from dspark_jax.target import MiniMaxTarget
     from dspark_jax.text import Tokenizer, generate_text
 
@@ -43,14 +43,14 @@ _PUBLIC = {
         "checkpoint": "CheckpointError Layout Model load load_drafter",
         "config": "ConfigError DrafterConfig TargetConfig",
         "drafter": "DSparkDrafter",
-        "generate": "generate prefill step target_logits",
+        "generation": "generate prefill step target_logits",
         "generate_config": "FinishReason GenerateConfig",
         "generation_state": "Committed Generation GenerationState",
         "prompts": "pad_prompts",
         "sampling": "SamplingParams request_keys",
         "sharding": "ShardingRules",
         "stats": "AcceptanceStats",
-        "stream": "StreamEvent stream",
+        "streaming": "StreamEvent stream",
         "target": "MiniMaxTarget",
         "text": "Tokenizer generate_text",
     }.items()

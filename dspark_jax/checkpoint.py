@@ -1,10 +1,11 @@
 """Loading what `python -m convert.minimax` wrote: Orbax arrays, the configs of the source, and a layout description."""
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -75,8 +76,14 @@ class Layout:
                 hint = "; these are safetensors, convert them first: python -m convert.minimax SRC DST"
             raise CheckpointError(f"{path} is not a converted checkpoint: it has no {LAYOUT_FILE}{hint}")
         record = _read_json(file)
-        version = record.get("format_version")
-        if not isinstance(version, int) or version > FORMAT_VERSION:
+        wanted = {"format_version": int, "weights": str, "sparse_layers": list, "arrays": dict}
+        broken = [
+            k for k, kind in wanted.items() if not isinstance(record, dict) or not isinstance(record.get(k), kind)
+        ]
+        if broken:
+            raise CheckpointError(f"{file}: {broken[0]} is missing or of the wrong type; convert the checkpoint again")
+        version = record["format_version"]
+        if version > FORMAT_VERSION:
             raise CheckpointError(
                 f"{file}: format_version is {version!r}, this library reads up to {FORMAT_VERSION}; update the library"
             )
@@ -109,7 +116,8 @@ def _read_json(file: Path) -> Any:
 
 
 def _format(entry: Mapping[str, Any]) -> Format:
-    return f"nvfp4/{entry['global_scale']}" if entry["format"] == "nvfp4" else entry["format"]
+    name = f"nvfp4/{entry['global_scale']}" if entry["format"] == "nvfp4" else entry["format"]
+    return cast(Format, name)
 
 
 def load(
@@ -219,15 +227,20 @@ def _read_arrays(layout: Layout, requests: Mapping[str, Weight]) -> dict[str, We
         parts = layout.arrays[path].get("parts", 1)
         node = _as_dict(weight)
         if parts > 1:
-            sizes = layout.arrays[path]["part_sizes"]
+            cuts = [weight.shape[0] * i // parts for i in range(parts + 1)]
+            sizes = [b - a for a, b in itertools.pairwise(cuts)]
             node = {f"part_{i:03d}": jax.tree.map(lambda a, n=n: _resized(a, n), node) for i, n in enumerate(sizes)}
         *parents, name = path.split("/")
         here = tree
         for parent in parents:
             here = here.setdefault(parent, {})
         here[name] = node
-    with ocp.Context(memory_options=ocp.options.MemoryOptions(read_concurrent_bytes=_READ_BYTES)):
-        restored = ocp.load(layout.path / ARRAYS_DIR, tree)
+    context = ocp.Context()
+    context.memory.read_concurrent_bytes = _READ_BYTES
+    # Target and drafter are read apart; that nothing is left over was checked against layout.json.
+    context.pytree.loading.partial_load = True
+    with context:
+        restored = ocp.load(str(layout.path / ARRAYS_DIR), tree)
     result = {}
     for path, weight in requests.items():
         node = restored

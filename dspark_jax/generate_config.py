@@ -18,7 +18,7 @@ class FinishReason(enum.IntEnum):
     RUNNING = 0  # it has not
     STOP = 1  # it emitted a stop token
     LENGTH = 2  # it emitted max_new_tokens tokens
-    CONTEXT = 3  # it fills the target's context
+    CONTEXT = 3  # it fills the target's context (a prompt that does so still gets the one token behind it)
     EMPTY = 4  # its prompt has no token
 
 

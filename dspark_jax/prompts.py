@@ -11,19 +11,20 @@ DEFAULT_BUCKETS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
 def pad_prompts(
-    prompts: Sequence[Sequence[int]], buckets: Sequence[int] = DEFAULT_BUCKETS
+    prompts: Sequence[Sequence[int]], buckets: Sequence[int] = DEFAULT_BUCKETS, *, max_width: int | None = None
 ) -> tuple[Int[Array, "B T"], Int[Array, " B"]]:
     """Right-pad prompts to the smallest bucket that holds the longest.
 
     Args:
       prompts: token ids of each prompt; a prompt may be empty.
       buckets: widths to choose from, ascending. Beyond the last, the width is a multiple of it.
+      max_width: widest array to make, usually the target's context: a bucket beyond it is cut to it.
 
     Returns:
       tokens int32 [B, T], padded with 0, and lengths int32 [B].
 
     Raises:
-      ValueError: no prompt, a token that is not an id, or buckets that do not ascend.
+      ValueError: no prompt, a token that is not an id, a prompt longer than max_width, or buckets that do not ascend.
     """
     if not len(prompts):
         raise ValueError("pad_prompts needs at least one prompt")
@@ -33,10 +34,23 @@ def pad_prompts(
     rows = [_ids(prompt, i) for i, prompt in enumerate(prompts)]
     longest = max(len(row) for row in rows)
     width = next((w for w in widths if w >= longest), -(-longest // widths[-1]) * widths[-1])
+    if max_width is not None:
+        if longest > max_width:
+            index = max(range(len(rows)), key=lambda i: len(rows[i]))
+            raise ValueError(f"prompt {index} has {longest} tokens, the target's context holds {max_width}; shorten it")
+        width = min(width, max_width)
     tokens = np.zeros((len(rows), width), np.int32)
     for i, row in enumerate(rows):
         tokens[i, : len(row)] = row
     return jnp.asarray(tokens), jnp.asarray([len(row) for row in rows], jnp.int32)
+
+
+def check_vocabulary(tokens: Int[Array, "B T"], vocab_size: int) -> None:
+    """Raise `ValueError` if a token lies outside the vocabulary: an embedding look-up would clamp it to another."""
+    worst = np.asarray(tokens).max(axis=1)
+    for i, token in enumerate(worst.tolist()):
+        if token >= vocab_size:
+            raise ValueError(f"prompt {i} holds token {token}, outside the vocabulary of {vocab_size}")
 
 
 def _ids(prompt: Sequence[int], index: int) -> np.ndarray:

@@ -18,7 +18,8 @@ class ShardingRules:
       mlp, expert_mlp: inner size of a dense or shared MLP, and of a routed expert.
       experts: the stack of experts.
       embed: the residual stream.
-      norm, markov: norm scales, and the rank of a Markov head.
+      features: the target features that a drafter reads, side by side.
+      norm: norm scales.
     """
 
     vocab: str | None = "model"
@@ -29,8 +30,8 @@ class ShardingRules:
     expert_mlp: str | None = None
     experts: str | None = "model"
     embed: str | None = None
+    features: str | None = None
     norm: str | None = None
-    markov: str | None = None
 
     def spec(self, axes: tuple[str | None, ...], mesh: Mesh) -> PartitionSpec:
         """Partition of an array whose dims have these logical names.

@@ -23,7 +23,8 @@ class AcceptanceStats:
     Properties give one value per request, or one for all after `total`. A rate without a step behind it is 0.
 
     Attributes:
-      num_spec_steps: int32 [B], verify steps.
+      num_steps: int32 [B], target forwards behind the prefill, with drafts or without.
+      num_spec_steps: int32 [B], steps that verified at least one draft; everything below counts these alone.
       acceptance_histogram: int32 [B, K + 1], steps that accepted exactly j drafts.
       drafted_per_position: int32 [B, K], steps that verified a draft in slot j.
       reached_per_position: int32 [B, K], steps that verified slot j and accepted all drafts before it.
@@ -33,6 +34,7 @@ class AcceptanceStats:
         average over their coins, given the same drafts and laws. 0 unless `GenerateConfig.expected_acceptance`.
     """
 
+    num_steps: Leaf
     num_spec_steps: Leaf
     acceptance_histogram: Leaf
     drafted_per_position: Leaf
@@ -45,6 +47,7 @@ class AcceptanceStats:
         """No steps yet."""
         count, slots = jnp.zeros((batch,), jnp.int32), jnp.zeros((batch, num_draft_tokens), jnp.int32)
         return cls(
+            num_steps=count,
             num_spec_steps=count,
             acceptance_histogram=jnp.zeros((batch, num_draft_tokens + 1), jnp.int32),
             drafted_per_position=slots,
@@ -56,19 +59,21 @@ class AcceptanceStats:
     def add(
         self,
         *,
-        active: Array,
+        running: Array,
         draft_lengths: Int[Array, " B"],
         num_accepted: Int[Array, " B"],
         num_emitted: Int[Array, " B"],
         expected_accepted: Float[Array, "B 2"] | None = None,
     ) -> "AcceptanceStats":
-        """Count one step of the rows that are `active` (bool [B])."""
+        """Count one step of the rows that are `running` (bool [B])."""
+        active = running & (draft_lengths > 0)
         slots = jnp.arange(self.acceptance_histogram.shape[-1], dtype=jnp.int32)[None, :]
         one = active.astype(jnp.int32)
         hit = (num_accepted[:, None] == slots) & active[:, None]
         drafted = (slots[:, :-1] < draft_lengths[:, None]) & active[:, None]
         reached = slots[:, :-1] <= num_accepted[:, None]
         return AcceptanceStats(
+            num_steps=self.num_steps + running.astype(jnp.int32),
             num_spec_steps=self.num_spec_steps + one,
             acceptance_histogram=self.acceptance_histogram + hit.astype(jnp.int32),
             drafted_per_position=self.drafted_per_position + drafted.astype(jnp.int32),
@@ -137,7 +142,7 @@ class AcceptanceStats:
         """Totals as plain numbers for printing and JSON."""
         t = self.total() if self.num_spec_steps.ndim else self
         names = (
-            "num_spec_steps num_draft_tokens num_accepted_draft_tokens num_emitted_tokens mean_acceptance_length "
+            "num_steps num_spec_steps num_draft_tokens num_accepted_draft_tokens num_emitted_tokens mean_acceptance_length "
             "mean_emitted_length draft_acceptance_rate acceptance_rate_per_position "
             "conditional_acceptance_rate_per_position acceptance_histogram"
         ).split()

@@ -45,6 +45,9 @@ class Tokenizer:
             template = (path / "chat_template.jinja").read_text(encoding="utf-8")
         elif (path / "chat_template.json").is_file():
             template = _json(path / "chat_template.json").get("chat_template")
+        if isinstance(template, list):
+            named = {entry.get("name"): entry.get("template") for entry in template}
+            template = named.get("default")
         special = {k: v["content"] if isinstance(v, dict) else v for k, v in config.items() if k.endswith("_token")}
         return cls(
             backend=tokenizers.Tokenizer.from_file(str(file)),
@@ -64,12 +67,17 @@ class Tokenizer:
         """The checkpoint's chat template over `messages` ({"role", "content"}), up to where the answer begins.
 
         Raises:
-          CheckpointError: the checkpoint has no chat template.
+          CheckpointError: the checkpoint has no chat template, or the template fails on these messages.
         """
+        from jinja2 import TemplateError
+
         if self.chat_template is None:
             raise CheckpointError("the checkpoint has no chat template; leave --chat out and write the prompt in full")
-        template = _compile_template(self.chat_template)
-        return template.render(messages=list(messages), add_generation_prompt=True, **self.special_tokens, **variables)
+        values = {"add_generation_prompt": True, **self.special_tokens, **variables}
+        try:
+            return _compile_template(self.chat_template).render(messages=list(messages), **values)
+        except TemplateError as error:
+            raise CheckpointError(f"the checkpoint's chat template failed: {error}") from error
 
 
 def _json(file: Path) -> dict[str, Any]:
@@ -87,7 +95,8 @@ def _compile_template(source: str):
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
-    environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+    # Jinja's own filter escapes for HTML, which templates written for language models do not expect.
+    environment.filters["tojson"] = lambda value, **options: json.dumps(value, **{"ensure_ascii": False, **options})
     environment.globals["raise_exception"] = refuse
     return environment.from_string(source)
 
@@ -174,7 +183,7 @@ def generate_text(
       CheckpointError: no tokenizer, no chat template, or not a converted checkpoint.
       ValueError: as `generate`.
     """
-    from dspark_jax.stream import stream
+    from dspark_jax.streaming import stream
 
     if not isinstance(model, Model):
         tokenizer = tokenizer or Tokenizer.load(model)

@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
         out = jax.block_until_ready(run_batch(*inputs, config=config))
         count = int(out.lengths.sum())
         rates[name] = count / (time.perf_counter() - start)
-        steps = int(out.stats.num_spec_steps.max())
+        steps = int(out.stats.num_steps.max())
         print(f"{name:<12} {count} tokens in {steps} target forwards, {rates[name]:.0f} tokens/s")
         if describe(out.stats):
             print(describe(out.stats))

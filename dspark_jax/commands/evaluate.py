@@ -148,6 +148,7 @@ def measure(model, prompts, params, config: GenerateConfig, options: argparse.Na
     import jax
 
     import dspark_jax as ds
+    from dspark_jax.prompts import check_vocabulary
 
     generate = jax.jit(ds.generate, static_argnames="config")
     passes = []
@@ -157,7 +158,8 @@ def measure(model, prompts, params, config: GenerateConfig, options: argparse.Na
         parts = []
         for first in range(0, len(prompts), options.batch_size):
             part = prompts[first : first + options.batch_size]
-            tokens, lengths = ds.pad_prompts(part)
+            tokens, lengths = ds.pad_prompts(part, max_width=model.target.config.max_context)
+            check_vocabulary(tokens, model.target.config.vocab_size)
             keys = ds.request_keys(range(seed, seed + len(part)))
             parts.append(generate(model, tokens, lengths, keys, params, config=config).stats.total())
             seed += len(part)

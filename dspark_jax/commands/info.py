@@ -49,9 +49,9 @@ def run(options: argparse.Namespace) -> int:
             continue
         print(f"\n{name}")
         for field, value in _geometry(config).items():
-            print(f"  {field:<22}{value}")
+            print(f"  {field:<24}{value}")
         for kind, (arrays, parameters, size) in sorted(parts[name].items()):
-            print(f"  {kind:<6}{arrays:>6} arrays {parameters / 1e9:>10.3f} B parameters {size / 1e9:>10.3f} GB")
+            print(f"  {kind:<6}{arrays:>6} arrays {parameters / 1e6:>14,.3f} M parameters {size / 1e6:>14,.3f} MB")
     for entry in layout.record.get("skipped", []):
         print(f"\nskipped {entry.get('count', '')} tensors: {entry['reason']}")
     if options.arrays:

@@ -307,7 +307,7 @@ def _step(
     )
     state, committed = _emit(state, tokens, emitted, logits, plan.stop_ids)
     stats = state.stats.add(
-        active=running,
+        running=running,
         draft_lengths=lengths,
         num_accepted=accepted,
         num_emitted=committed.num_tokens,
@@ -356,8 +356,7 @@ def _draft(
         sure = confidence >= config.confidence_threshold
         cut = jnp.where(jnp.all(sure, axis=1), drafts, jnp.argmin(sure, axis=1).astype(jnp.int32))
         lengths = jnp.minimum(lengths, cut)
-    one_hot = config.draft == "greedy" or config.verify == "match"
-    return draft.tokens, None if one_hot else draft.log_q, lengths
+    return draft.tokens, draft.log_q, lengths
 
 
 def _expected_accepted(
@@ -399,7 +398,7 @@ def _verify(
         return tokens, accepted
     verified = sampling.verify(
         draft_tokens,
-        log_q,
+        None if plan.verify == "match" else log_q,
         log_p,
         keys=keys,
         method=plan.verify,

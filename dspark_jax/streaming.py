@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax.checkpoint import Model
-from dspark_jax.generate import prefill, step
 from dspark_jax.generate_config import FinishReason, GenerateConfig
+from dspark_jax.generation import prefill, step
 from dspark_jax.generation_state import Generation, GenerationState
-from dspark_jax.prompts import DEFAULT_BUCKETS, pad_prompts
+from dspark_jax.prompts import DEFAULT_BUCKETS, check_vocabulary, pad_prompts
 from dspark_jax.sampling import SamplingParams, request_keys
 from dspark_jax.text import TextStream, Tokenizer
 
@@ -68,11 +68,8 @@ def stream(
     seeds = range(len(prompts)) if seeds is None else seeds
     if len(seeds) != len(prompts):
         raise ValueError(f"{len(seeds)} seeds for {len(prompts)} prompts; give one each")
-    vocab = model.target.config.vocab_size
-    for i, prompt in enumerate(prompts):
-        if len(prompt) and max(prompt) >= vocab:
-            raise ValueError(f"prompt {i} holds token {max(prompt)}, outside the vocabulary of {vocab}")
-    tokens, lengths = pad_prompts(prompts, buckets)
+    tokens, lengths = pad_prompts(prompts, buckets, max_width=model.target.config.max_context)
+    check_vocabulary(tokens, model.target.config.vocab_size)
     return _events(model, tokens, lengths, list(seeds), params or SamplingParams(), config, tokenizer, stop_strings)
 
 
