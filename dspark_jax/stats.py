@@ -142,8 +142,8 @@ class AcceptanceStats:
         """Totals as plain numbers for printing and JSON."""
         t = self.total() if self.num_spec_steps.ndim else self
         names = (
-            "num_steps num_spec_steps num_draft_tokens num_accepted_draft_tokens num_emitted_tokens mean_acceptance_length "
-            "mean_emitted_length draft_acceptance_rate acceptance_rate_per_position "
+            "num_steps num_spec_steps num_draft_tokens num_accepted_draft_tokens num_emitted_tokens "
+            "mean_acceptance_length mean_emitted_length draft_acceptance_rate acceptance_rate_per_position "
             "conditional_acceptance_rate_per_position acceptance_histogram"
         ).split()
         return {name: getattr(t, name).tolist() for name in names}
