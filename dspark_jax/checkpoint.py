@@ -17,6 +17,7 @@ from dspark_jax import formats
 from dspark_jax.config import DrafterConfig, TargetConfig
 from dspark_jax.drafter import DSparkDrafter
 from dspark_jax.formats import MXFP8Array, NVFP4Array, Weight
+from dspark_jax.heads import check_head_tensors
 from dspark_jax.layers import Format
 from dspark_jax.sharding import ShardingRules, default_sharding, weight_sharding
 from dspark_jax.target import MiniMaxTarget
@@ -173,6 +174,7 @@ def load_drafter(
     if layout.drafter is None:
         raise CheckpointError(f"{path} has no drafter: dspark/config.json is missing; generate with draft='none'")
     config, kinds = layout.drafter, layout.formats()
+    check_head_tensors(config, {path: tuple(entry["shape"]) for path, entry in layout.arrays.items()})
     abstract = nnx.eval_shape(lambda: DSparkDrafter(config, formats=kinds, compute_dtype=compute_dtype))
     return _restore(abstract, "drafter", layout, weights=weights, mesh=mesh, rules=rules)
 
