@@ -18,7 +18,7 @@ _UNSUPPORTED = frozenset(
     " num_return_sequences typical_p epsilon_cutoff eta_cutoff no_repeat_ngram_size".split()
 )
 
-_Setting = float | np.ndarray | np.generic | Array
+_Setting = int | float | np.ndarray | np.generic | Array
 
 
 def is_greedy(temperature: Array) -> Bool[Array, "..."]:

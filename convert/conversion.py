@@ -1,0 +1,221 @@
+"""One conversion from start to end: plan, write, assemble, verify, publish."""
+
+import dataclasses
+import math
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from convert import plan as planning
+from convert.build import build
+from convert.destination import (
+    FORMAT_VERSION,
+    LAYOUT,
+    check_destination,
+    existing_parent,
+    partial_folder,
+    read_layout,
+    remove_leftovers,
+)
+from convert.errors import ConversionError
+from convert.plan import Plan, format_bytes
+from convert.progress import Progress
+from convert.source import Source, describe, open_source
+
+# Metadata, manifests and small files beside the arrays.
+_DISK_SLACK = 64 << 20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of a conversion.
+
+    Attributes:
+      weights: keep quantised weights as they are ("native") or dequantise them ("bf16").
+      resume: go on with an unfinished conversion.
+      verify: compare the result with the source before it appears at the destination.
+      max_memory: bound on anonymous memory, in bytes.
+      ignore: unknown keys of config.json to accept.
+      batch_bytes: small arrays are written together up to this size.
+    """
+
+    weights: planning.Weights = "native"
+    resume: bool = False
+    verify: bool = False
+    max_memory: int = 8 << 30
+    ignore: tuple[str, ...] = ()
+    batch_bytes: int = planning.BATCH_BYTES
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a conversion did: `seconds`, `written` bytes of arrays and `peak` anonymous bytes of this process."""
+
+    plan: Plan
+    seconds: float
+    written: int
+    peak: int
+    verified: bool
+
+
+def make_plan(source_name: str, options: Options) -> Plan:
+    """The plan of a conversion, from headers alone. Raises `ConversionError`."""
+    return _plan(open_source(source_name, ignore=options.ignore, offline=True), options)
+
+
+def convert(source_name: str, destination: Path, options: Options) -> Report:
+    """Convert a source to the folder `destination`; or finish, or only verify, an earlier conversion.
+
+    Raises:
+      ConversionError: the message is one sentence and says what to do.
+    """
+    started = time.monotonic()
+    finished = (destination / LAYOUT).exists() and (options.verify or options.resume)
+    if not finished:
+        check_destination(destination, resume=options.resume)
+    layout = read_layout(destination) if finished else {}
+    source = open_source(source_name, ignore=options.ignore)
+    if finished:
+        return _check_finished(source, destination, layout, options, started)
+    plan = _plan(source, options)
+    partial = partial_folder(destination)
+    if not partial.exists():
+        _check_space(destination, plan)
+    # Only now: a bad source is reported without waiting for jax.
+    from convert.writer import Writer
+
+    fingerprint = source.fingerprint()
+    marker = {
+        "format_version": FORMAT_VERSION,
+        "source": fingerprint,
+        "weights": options.weights,
+        "plan": plan.digest(),
+    }
+    writer = Writer(destination, marker, resume=options.resume)
+    try:
+        written, peak = _write(writer, plan)
+        files = source.sidecars()
+        layout = make_layout(source, plan, options, fingerprint)
+        result = writer.assemble(files | {LAYOUT: planning.layout_json(layout)})
+        if options.verify:
+            peak = max(peak, _verify(result, plan, files))
+        writer.publish()
+    finally:
+        writer.close()
+    return Report(plan=plan, seconds=time.monotonic() - started, written=written, peak=peak, verified=options.verify)
+
+
+def make_layout(source: Source, plan: Plan, options: Options, fingerprint: str) -> dict[str, Any]:
+    """The content of layout.json: what every array is, how it is stored, and where it came from."""
+    from dspark_jax import __version__
+
+    arrays, skipped = planning.layout(plan)
+    return {
+        "format_version": FORMAT_VERSION,
+        "library_version": __version__,
+        "weights": options.weights,
+        "max_memory": options.max_memory,
+        "ignored_config_keys": list(options.ignore),
+        "source": describe(source, fingerprint),
+        "sparse_layers": list(source.target[1].sparse_layers) if source.target else [],
+        "arrays": arrays,
+        "skipped": skipped,
+    }
+
+
+def _plan(source: Source, options: Options) -> Plan:
+    return source.plan(weights=options.weights, max_memory=options.max_memory, batch_bytes=options.batch_bytes)
+
+
+def _write(writer: Any, plan: Plan) -> tuple[int, int]:
+    """Write the batches that are not there yet -> bytes written, peak memory."""
+    todo = [i for i in range(len(plan.batches)) if not writer.has(i)]
+    left = [p for i in todo for p in plan.batches[i]]
+    tensors, nbytes = sum(p.tensors for p in left), sum(p.nbytes for p in left)
+    with Progress("convert", total_bytes=plan.nbytes, total_tensors=plan.used) as progress:
+        progress.start_at(tensors=plan.used - tensors, nbytes=plan.nbytes - nbytes)
+        for at, batch in zip(todo, [*todo[1:], None], strict=True):
+            pieces = plan.batches[at]
+            for piece in plan.batches[batch] if batch is not None else ():
+                for name in piece.names:
+                    piece.leaf.source.will_need(name)
+            arrays = {piece.path: build(piece) for piece in pieces}
+            writer.write(at, arrays)
+            del arrays
+            progress.advance(tensors=sum(p.tensors for p in pieces), nbytes=sum(p.nbytes for p in pieces))
+    return nbytes, progress.peak
+
+
+def _verify(result: Path, plan: Plan, files: dict[str, bytes]) -> int:
+    from convert.verify import verify
+
+    with Progress("verify", total_bytes=plan.nbytes, total_tensors=plan.used) as progress:
+        verify(result, plan, files, lambda piece: progress.advance(tensors=piece.tensors, nbytes=piece.nbytes))
+    return progress.peak
+
+
+def _check_finished(
+    source: Source, destination: Path, layout: dict[str, Any], options: Options, started: float
+) -> Report:
+    """DST is complete already: check that it is this conversion, verify it if asked, remove what a kill left."""
+    if layout["weights"] != options.weights:
+        raise ConversionError(
+            f"{destination} was converted with --weights {layout['weights']}; pass that, or choose another DST"
+        )
+    if layout["source"]["fingerprint"] != source.fingerprint():
+        raise ConversionError(f"{destination} was converted from another source; pass that, or choose another DST")
+    plan = _plan(source, dataclasses.replace(options, max_memory=layout["max_memory"]))
+    peak = _verify(destination, plan, source.sidecars()) if options.verify else 0
+    remove_leftovers(destination)
+    return Report(plan=plan, seconds=time.monotonic() - started, written=0, peak=peak, verified=options.verify)
+
+
+def _check_space(destination: Path, plan: Plan) -> None:
+    needed = plan.nbytes + _DISK_SLACK
+    free = shutil.disk_usage(existing_parent(destination)).free
+    if needed > free:
+        raise ConversionError(
+            f"{destination}: the result takes {format_bytes(needed)} but the disk has {format_bytes(free)} free; "
+            "free some space or choose another DST"
+        )
+
+
+def summary(report: Report) -> str:
+    """A few lines about a finished conversion."""
+    lines = [describe_plan(report.plan)]
+    if report.written:
+        rate = report.written / max(report.seconds, 1e-9) / 1e6
+        lines.append(
+            f"wrote {report.written:,} bytes in {report.seconds:.1f} s ({rate:.0f} MB/s), "
+            f"peak anonymous memory {format_bytes(report.peak)}"
+        )
+    if report.verified:
+        lines.append("verified: every array equals the source")
+    return "\n".join(lines)
+
+
+def describe_plan(plan: Plan) -> str:
+    """Tensors and bytes by format, what is skipped, and the size of the result."""
+    by_format: dict[str, list[int]] = {}
+    for leaf in plan.leaves:
+        name = leaf.format.name if leaf.format == leaf.stored else f"{leaf.stored.name} -> {leaf.format.name}"
+        count, values, size = by_format.setdefault(name, [0, 0, 0])
+        by_format[name] = [
+            count + sum(len(t) for t in leaf.tensors),
+            values + math.prod(leaf.parameter.shape),
+            size + leaf.nbytes(),
+        ]
+    tensors = plan.used + sum(count for count, _ in plan.skipped.values())
+    rows = [("", "tensors", "parameters", "bytes written")]
+    rows += [(n, f"{c:,}", f"{v:,}", f"{b:,}") for n, (c, v, b) in by_format.items()]
+    rows.append(("total", f"{plan.used:,}", f"{sum(v for _, v, _ in by_format.values()):,}", f"{plan.nbytes:,}"))
+    widths = [max(len(r[i]) for r in rows) for i in range(4)]
+    table = ["  ".join([r[0].ljust(widths[0]), *(r[i].rjust(widths[i]) for i in (1, 2, 3))]) for r in rows]
+    lines = [f"source: {tensors:,} tensors, {plan.source_bytes:,} bytes", *table]
+    for (pattern, reason), (count, size) in plan.skipped.items():
+        lines.append(f"skipped: {count:,} tensors, {size:,} bytes: {pattern} ({reason})")
+    split = f", {len(plan.parts)} of them in parts" if plan.parts else ""
+    lines.append(f"{len(plan.leaves):,} arrays{split} in {len(plan.batches):,} batches")
+    lines.append(f"expected peak of anonymous memory: {format_bytes(plan.memory)}")
+    return "\n".join(lines)

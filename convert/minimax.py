@@ -1,0 +1,99 @@
+"""Convert a MiniMax-M3 / M3.1-Flash checkpoint, its DSpark drafter, or a drafter alone, for dspark_jax.
+
+SRC is a folder with config.json and safetensors shards in bf16, MXFP8 or NVFP4 (or a mixture), or a hub repository
+(owner/name or owner/name@revision). DST becomes a folder with the configurations, the tokenizer, layout.json, and
+arrays/, one Orbax checkpoint. Until it is complete, everything lies in DST.partial.
+
+  python -m convert.minimax MiniMax-M3.1-Flash/ ckpt/
+  python -m convert.minimax MiniMax-M3.1-Flash/ ckpt/ --dry-run   # what would be written, from headers alone
+  python -m convert.minimax MiniMax-M3.1-Flash/ ckpt/ --resume    # go on after an interruption
+  python -m convert.minimax MiniMax-M3.1-Flash/ ckpt/ --verify    # also compare the result with the source
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from convert.conversion import Options, convert, describe_plan, make_plan, summary
+from convert.errors import ConversionError
+from convert.plan import parse_bytes
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as e:
+        raise argparse.ArgumentTypeError(str(e)) from e
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    result = argparse.ArgumentParser(
+        prog="python -m convert.minimax", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    result.add_argument("source", metavar="SRC", help="checkpoint folder, or hub repository owner/name[@revision]")
+    result.add_argument("destination", metavar="DST", type=Path, help="folder to make; must not exist or be empty")
+    result.add_argument(
+        "--weights",
+        choices=("native", "bf16"),
+        default="native",
+        help="native keeps quantised codes and scales as they are; bf16 dequantises them (default: native)",
+    )
+    result.add_argument("--dry-run", action="store_true", help="print what would be written and stop")
+    result.add_argument("--resume", action="store_true", help="go on with the unfinished conversion in DST.partial")
+    result.add_argument(
+        "--verify",
+        action="store_true",
+        help="re-read the result and compare every array with SRC, before DST appears; a finished DST is only verified",
+    )
+    result.add_argument(
+        "--max-memory",
+        type=_size,
+        default="8GiB",
+        metavar="SIZE",
+        help="bound on anonymous memory; bigger stacks of experts are split (default: 8GiB)",
+    )
+    result.add_argument(
+        "--ignore-config-key",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="accept this unknown key of config.json, which does not change the result (may be repeated)",
+    )
+    return result
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line -> exit status."""
+    args = parser().parse_args(argv)
+    options = Options(
+        weights=args.weights,
+        resume=args.resume,
+        verify=args.verify,
+        max_memory=args.max_memory,
+        ignore=tuple(args.ignore_config_key),
+    )
+    try:
+        if args.dry_run:
+            print(describe_plan(make_plan(args.source, options)))
+        else:
+            report = convert(args.source, args.destination, options)
+            print(summary(report))
+            print(f"done: {args.destination}")
+    except ConversionError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 1
+    except OSError as e:
+        print(
+            f"error: {e.filename or args.destination}: {e.strerror or e}; correct that and try again", file=sys.stderr
+        )
+        return 1
+    except KeyboardInterrupt:
+        print(f"interrupted; go on with --resume, or delete {args.destination}.partial", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,164 @@
+"""The only module that imports Pallas Mosaic GPU, whose API may change in any release (known good: jax 0.11.2, 0.12.0).
+
+Besides the names that the kernels use, it hides what the interpreter on the CPU cannot run.
+"""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu
+
+from pallas_kernels import _dispatch
+
+plgpu: Any = mosaic_gpu  # its annotations are as unsettled as the rest of it
+
+ds, loop, when = pl.ds, pl.loop, pl.when
+SMEM, Barrier, Layout = plgpu.SMEM, plgpu.Barrier, plgpu.Layout
+barrier_arrive, barrier_wait = plgpu.barrier_arrive, plgpu.barrier_wait
+copy_to_shared, copy_to_global = plgpu.copy_gmem_to_smem, plgpu.copy_smem_to_gmem
+commit_shared, set_max_registers = plgpu.commit_smem, plgpu.set_max_registers
+
+ROWS = 64  # rows of one wgmma, and so of one warpgroup
+SHARED_MEMORY = 232_448  # bytes a block may use on sm_90
+
+interpreter = plgpu.InterpretGPUParams
+
+
+def require_sm90(device: Any) -> int:
+    """Number of multiprocessors of `device`, or NotImplementedError if it is no Hopper GPU."""
+    if _dispatch.require_cuda(device, "the Mosaic kernel") != (9, 0):
+        raise NotImplementedError(f"the Mosaic kernel is written for sm_90, and {device.device_kind} is another chip.")
+    return int(getattr(device, "core_count", 132))
+
+
+def require_half(dtype: Any) -> None:
+    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
+        raise NotImplementedError(f"the Mosaic kernel takes bfloat16 and float16, got {dtype}.")
+
+
+def padded_group(group: int) -> int:
+    """Heads of a group, as the copy engine and the 64 rows of a warpgroup take them: a power of two from 8 to 64."""
+    if group > ROWS:
+        raise NotImplementedError(f"the Mosaic kernel takes at most {ROWS} query heads a KV head, got {group}.")
+    return max(8, 1 << (group - 1).bit_length())
+
+
+def pad_groups(x: jax.Array, kv_heads: int, padded: int) -> jax.Array:
+    """[B, K, Hkv * G, ...] -> [B, K, Hkv * padded, ...]."""
+    b, k, hq, *rest = x.shape
+    group = hq // kv_heads
+    if group == padded:
+        return x
+    widths = ((0, 0), (0, 0), (0, 0), (0, padded - group)) + ((0, 0),) * len(rest)
+    return jnp.pad(x.reshape(b, k, kv_heads, group, *rest), widths).reshape(b, k, kv_heads * padded, *rest)
+
+
+def unpad_groups(x: jax.Array, kv_heads: int, group: int) -> jax.Array:
+    """The reverse of `pad_groups`."""
+    b, k, hq, *rest = x.shape
+    if hq == kv_heads * group:
+        return x
+    return x.reshape(b, k, kv_heads, -1, *rest)[:, :, :, :group].reshape(b, k, kv_heads * group, *rest)
+
+
+def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory in the layout that the tensor cores and the copy engine share; the last axis a multiple of 64."""
+    return SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
+
+
+def kernel(
+    body: Callable[..., None],
+    *,
+    name: str,
+    out_type: Any,
+    grid: dict[str, int],
+    scratch: dict[str, Any],
+    warpgroups: int,
+    interpret: Any,
+) -> Callable[..., Any]:
+    return plgpu.kernel(
+        body,
+        out_type=out_type,
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
+        num_threads=warpgroups,
+        thread_name="warpgroup",
+        scratch_types=scratch,
+        # Row reductions of the wgmma layout are shuffles inside a warp: they need no scratch.
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+        kernel_name=name,
+        interpret=interpret,
+    )
+
+
+def full(shape: tuple[int, ...], value: float) -> jax.Array:
+    """A float32 constant laid out like an accumulator, or (one axis) like its rows."""
+    layout = Layout.WGMMA if len(shape) == 2 else Layout.WGMMA.reduce(1)
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+
+def iota(shape: tuple[int, int], axis: int) -> jax.Array:
+    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=Layout.WGMMA)
+
+
+def along_rows(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return lax.broadcast_in_dim(x, shape, [0])
+
+
+def load_global(ref: Any, axes: int) -> jax.Array:
+    """A [rows] or [rows, columns] piece of global memory, laid out like an accumulator."""
+    return plgpu.load(ref, layout=Layout.WGMMA if axes == 2 else Layout.WGMMA.reduce(1), optimized=False)
+
+
+def load_shared(ref: Any, axes: int) -> jax.Array:
+    """The same from shared memory."""
+    return plgpu.load(ref, layout=Layout.WGMMA if axes == 2 else Layout.WGMMA.reduce(1))
+
+
+def dot_transposed(a: Any, b: Any, meanwhile: Callable[[], None] = lambda: None) -> jax.Array:
+    """a [64, D] @ b [S, D]^T, both in shared memory, in float32. `meanwhile` runs while the tensor cores do."""
+
+    def run(accumulator: Any) -> jax.Array:
+        plgpu.wgmma(accumulator, a, b.transpose((1, 0)))
+        meanwhile()
+        return accumulator[...]
+
+    return pl.run_scoped(run, plgpu.ACC((a.shape[0], b.shape[0]), jnp.float32))
+
+
+def add_dot(
+    accumulator: jax.Array, a: jax.Array, b: Any, interpret: Any, meanwhile: Callable[[], None] = lambda: None
+) -> jax.Array:
+    """accumulator + a [64, S] (registers) @ b [S, D] (shared memory)."""
+    if interpret is not None:  # the interpreter has neither run_state nor wgmma from registers
+        meanwhile()
+        result = accumulator + jnp.dot(a.astype(jnp.float32), b[...].astype(jnp.float32))
+        plgpu.commit_smem()  # an ordinary read, unlike that of wgmma, has to be ordered before the copy engine's writes
+        return result
+
+    def run(ref: Any) -> None:
+        plgpu.wgmma(ref, a, b)
+        meanwhile()
+
+    return cast(jax.Array, pl.run_state(run)(plgpu.ACC.init(accumulator)))
+
+
+def global_semaphores(count: int) -> Any:
+    """Zeroed counters that all blocks of the launch share (scratch would give each block its own)."""
+    return pl.get_global(plgpu.SemaphoreType.REGULAR((count,)))
+
+
+def signal(semaphore: Any) -> None:
+    plgpu.semaphore_signal(semaphore, 1, memory_scope="gpu")
+
+
+def wait_for(semaphore: Any, count: int) -> None:
+    plgpu.semaphore_wait(semaphore, count, decrement=False, memory_scope="gpu")
+
+
+def wait_stores() -> None:
+    plgpu.wait_smem_to_gmem(0)

@@ -1,0 +1,58 @@
+"""The second kernel of a split run: merges the splits by their log-sum-exp."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import _mosaic as gpu
+from pallas_kernels._mosaic_softmax import LN_2, merge_rows
+
+
+def merge_splits(
+    part: jax.Array, part_lse: jax.Array, *, queries: int, group: int, dtype: Any, columns: int, interpret: Any = None
+) -> tuple[jax.Array, jax.Array]:
+    """part [B, Hkv, splits, rows, D] and part_lse [B, Hkv, splits, rows] -> out [B, K, Hq, D], lse [B, K, Hq]."""
+    batch, kv_heads, splits, rows, head_dim = part.shape
+    per_block = gpu.ROWS // group
+
+    def body(part: Any, part_lse: Any, out: Any, lse: Any, *, out_rows: Any, lse_rows: Any) -> None:
+        row, head, rows, column = (lax.axis_index(x) for x in ("row", "head", "rows", "columns"))
+        mine, share = gpu.ds(rows * gpu.ROWS, gpu.ROWS), gpu.ds(column * columns, columns)
+        values, merged_lse = merge_rows(
+            splits,
+            lambda i: gpu.load_global(part_lse.at[row, head, i, mine], 1),
+            lambda i: gpu.load_global(part.at[row, head, i, mine, share], 2).astype(jnp.float32),
+        )
+        out_rows[...] = values.astype(dtype)
+        lse_rows[...] = merged_lse * LN_2
+        gpu.commit_shared()
+        heads = gpu.ds(head * group, group)
+        for i in range(per_block):
+            query, source = rows * per_block + i, gpu.ds(i * group, group)
+
+            @gpu.when(query < queries)
+            def _copy(query: Any = query, source: Any = source) -> None:
+                gpu.copy_to_global(out_rows.at[source], out.at[row, query, heads, share])
+
+                @gpu.when(column == 0)
+                def _() -> None:
+                    gpu.copy_to_global(lse_rows.at[source], lse.at[row, query, heads])
+
+        gpu.wait_stores()
+
+    hq = kv_heads * group
+    out, lse = gpu.kernel(
+        body,
+        name="windowed_decode_merge",
+        out_type=[
+            jax.ShapeDtypeStruct((batch, queries, hq, head_dim), dtype),
+            jax.ShapeDtypeStruct((batch, queries, hq), jnp.float32),
+        ],
+        grid={"row": batch, "head": kv_heads, "rows": rows // gpu.ROWS, "columns": head_dim // columns},
+        scratch=dict(out_rows=gpu.SMEM((gpu.ROWS, columns), dtype), lse_rows=gpu.SMEM((gpu.ROWS,), jnp.float32)),
+        warpgroups=1,
+        interpret=interpret,
+    )(part, part_lse)
+    return out, lse

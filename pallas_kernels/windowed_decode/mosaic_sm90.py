@@ -1,0 +1,466 @@
+"""`windowed_decode` and `block_attention` for Hopper, in Pallas Mosaic GPU.
+
+A thread block serves one row, one KV head, one split of its keys and one chunk of its queries. Its compute warpgroups
+own 64 query rows each (queries x heads of a group); one more warpgroup keeps the copy engine busy with pages. Only
+tiles at the edges of what is visible are masked.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import _dispatch
+from pallas_kernels import _mosaic as gpu
+from pallas_kernels import _mosaic_softmax as softmax
+from pallas_kernels.windowed_decode.mosaic_merge import merge_splits
+from pallas_kernels.windowed_decode.tuning import Tuning, choose_tuning, shared_memory_bytes
+
+NO_WINDOW = 2**30
+TABLE_PIECE = 256  # entries the copy engine takes at once
+MOST_TABLE_ENTRIES = 2048  # longer page tables are read where they are
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """What is known when the kernel is built. `group` divides 64 and is a multiple of 8."""
+
+    batch: int
+    queries: int
+    kv_heads: int
+    group: int
+    head_dim: int
+    page: int
+    entries: int
+    dtype: Any
+    window: int | None
+    scale: float
+    block: bool
+    causal: bool
+
+    @property
+    def queries_per_warpgroup(self) -> int:
+        return gpu.ROWS // self.group
+
+    @property
+    def warpgroups(self) -> int:
+        # Two accumulators of 256 columns and their scores do not fit in the registers of one block.
+        return 1 if self.queries <= self.queries_per_warpgroup or self.head_dim > 128 else 2
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.queries // (self.queries_per_warpgroup * self.warpgroups))
+
+    @property
+    def heads(self) -> int:
+        return self.batch * self.kv_heads * self.chunks
+
+    @property
+    def table_entries(self) -> int:
+        """Entries of the page table that are copied to shared memory; 0: they are read where they are.
+
+        The copy engine moves multiples of 16 bytes from multiples of 16 bytes, so a row may bring neighbours along.
+        """
+        if self.entries > MOST_TABLE_ENTRIES or self.batch * self.entries % 4:
+            return 0
+        return self.entries if self.entries % 4 == 0 else -(-(self.entries + 3) // 4) * 4
+
+    @property
+    def reach(self) -> int:
+        return NO_WINDOW if self.window is None else self.window
+
+
+def describe(
+    q: Any, k_pages: Any, page_table: Any, *, window: int | None, scale: float, block: bool, causal: bool = False
+) -> Problem:
+    b, k, hq, d = q.shape
+    _, page, hkv, _ = k_pages.shape
+    group, entries = gpu.padded_group(hq // hkv), page_table.shape[1]
+    return Problem(b, k, hkv, group, d, page, entries, q.dtype, window, scale, block, causal)
+
+
+def plan(problem: Problem, multiprocessors: int = 132, tuning: Tuning | None = None) -> Tuning:
+    """The tuning for a problem, or NotImplementedError with the reason why the kernel cannot serve it."""
+    p, capacity = problem, problem.page * problem.entries
+    gpu.require_half(p.dtype)
+    if tuning is None:
+        keys = capacity if p.window is None else min(p.window - 1 + p.queries, capacity)
+        tuning = choose_tuning(heads=p.heads, head_dim=p.head_dim, keys=keys, multiprocessors=multiprocessors)
+    if p.page % 8 or (tuning.tile % p.page and p.page % tuning.tile):
+        raise NotImplementedError(
+            f"the Mosaic kernel takes pages of 8, 16, 32, 64 or a multiple of {tuning.tile} slots, got {p.page}."
+        )
+    if p.block and p.queries > gpu.ROWS:
+        raise NotImplementedError(f"the Mosaic kernel takes blocks of at most {gpu.ROWS}, got {p.queries}.")
+    needed = shared_memory_bytes(
+        tuning, head_dim=p.head_dim, warpgroups=p.warpgroups, block=p.block, table=p.table_entries
+    )
+    if needed + 1024 > gpu.SHARED_MEMORY:
+        raise NotImplementedError(f"the Mosaic kernel would need {needed} bytes of shared memory with {tuning}.")
+    return tuning
+
+
+def tune(*arrays: Any, **static: Any) -> Tuning:
+    """The tuning for these arrays (q, k_pages, page_table) on their device, or NotImplementedError with the reason."""
+    multiprocessors = gpu.require_sm90(_dispatch.device_of(*arrays))
+    return plan(describe(*arrays, **static), multiprocessors)
+
+
+def build(q: Any, k_pages: Any, page_table: Any, *, window: int | None, scale: float) -> _dispatch.Kernel:
+    """The kernel for arguments like these on their device, or NotImplementedError with the reason."""
+    tuning = tune(q, k_pages, page_table, window=window, scale=scale, block=False)
+    run = functools.partial(attend, window=window, scale=scale, tuning=tuning)
+    return _dispatch.opaque("windowed_decode", run, ("row", "pages", "pages", "table", "row", "row"))
+
+
+def attend(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    page_table: jax.Array,
+    q_start: jax.Array,
+    kv_length: jax.Array,
+    *block: jax.Array,
+    window: int | None,
+    scale: float,
+    causal: bool = False,
+    tuning: Tuning | None = None,
+    interpret: Any = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention over the pages (keys below `kv_length`) and, if given, over the block's own keys and values."""
+    problem = describe(q, k_pages, page_table, window=window, scale=scale, block=bool(block), causal=causal)
+    tuning = plan(problem, tuning=tuning)
+    hkv = problem.kv_heads
+    group = q.shape[2] // hkv
+    q = gpu.pad_groups(q, hkv, problem.group)
+    out, lse = _launch(problem, tuning, interpret, q, k_pages, v_pages, page_table, q_start, kv_length, block)
+    return gpu.unpad_groups(out, hkv, group), gpu.unpad_groups(lse, hkv, group)
+
+
+def _launch(problem: Problem, tuning: Tuning, interpret: Any, *args: Any) -> tuple[jax.Array, jax.Array]:
+    q, k_pages, v_pages, page_table, q_start, kv_length, block = args
+    p, warpgroups, splits = problem, problem.warpgroups, tuning.splits
+    fused = splits > 1 and tuning.merge == "fused"
+    pages_a_tile = max(tuning.tile // p.page, 1)
+    table = page_table.reshape(-1)
+    operands = [q, k_pages, v_pages, table, q_start, kv_length]
+    operands += block
+    if interpret is not None:  # the copy engine fills what lies outside an array with zeros, the interpreter does not
+        operands[3] = jnp.pad(table, (0, p.table_entries))
+        rows = ((0, 0), (0, gpu.ROWS - p.queries), (0, 0), (0, 0))
+        operands[6:] = [jnp.pad(x, rows) for x in operands[6:]]
+
+    tiles = functools.partial(gpu.tiled, dtype=p.dtype)
+    scratch = dict(
+        q=tiles((warpgroups, gpu.ROWS, p.head_dim)),
+        k=tiles((tuning.stages, tuning.tile, p.head_dim)),
+        v=tiles((tuning.stages, tuning.tile, p.head_dim)),
+        lse=gpu.SMEM((warpgroups, gpu.ROWS), jnp.float32),
+        q_ready=gpu.Barrier(num_barriers=warpgroups, num_arrivals=p.queries_per_warpgroup),
+        k_ready=gpu.Barrier(num_barriers=tuning.stages, num_arrivals=pages_a_tile),
+        v_ready=gpu.Barrier(num_barriers=tuning.stages, num_arrivals=pages_a_tile),
+        k_free=gpu.Barrier(num_barriers=tuning.stages, num_arrivals=warpgroups),
+        v_free=gpu.Barrier(num_barriers=tuning.stages, num_arrivals=warpgroups),
+        turn=gpu.Barrier(num_arrivals=warpgroups),
+    )
+    if p.table_entries:
+        scratch.update(table=gpu.SMEM((p.table_entries,), jnp.int32))
+        scratch.update(table_ready=gpu.Barrier(num_arrivals=-(-p.table_entries // TABLE_PIECE)))
+    if p.block:
+        rows = (gpu.ROWS, p.head_dim)
+        scratch.update(k_block=tiles(rows), v_block=tiles(rows), block_ready=gpu.Barrier(num_barriers=2))
+    if fused:
+        scratch.update(merged=gpu.SMEM((warpgroups, gpu.ROWS, tuning.fused_columns(p.head_dim)), p.dtype))
+
+    rows = p.chunks * warpgroups * gpu.ROWS
+    out_type = [jax.ShapeDtypeStruct(q.shape, p.dtype), jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)]
+    part_type = [
+        jax.ShapeDtypeStruct((p.batch, p.kv_heads, splits, rows, p.head_dim), p.dtype if tuning.parts == "half" else jnp.float32),
+        jax.ShapeDtypeStruct((p.batch, p.kv_heads, splits, rows), jnp.float32),
+    ]
+    outputs = out_type if splits == 1 else out_type + part_type if fused else part_type
+    names = ["q", "k_pages", "v_pages", "table", "q_start", "kv_length"] + ["k_block", "v_block"] * p.block
+    names += ["out", "lse"] * (splits == 1 or fused) + ["part", "part_lse"] * (splits > 1)
+
+    def body(*refs: Any, **shared: Any) -> None:
+        Block(problem, tuning, interpret, dict(zip(names, refs, strict=True)), shared).run()
+
+    results = gpu.kernel(
+        body,
+        name="block_attention" if p.block else "windowed_decode",
+        out_type=outputs,
+        # The last axis varies fastest: blocks that read the same pages, then the heads of a row, start together.
+        grid={"row": p.batch, "split": splits, "head": p.kv_heads, "chunk": p.chunks},
+        scratch=scratch,
+        warpgroups=warpgroups + 1,
+        interpret=interpret,
+    )(*operands)
+    if splits == 1 or fused:
+        return results[0], results[1]
+    rest = dict(queries=p.queries, group=p.group, dtype=p.dtype, columns=tuning.merge_columns, interpret=interpret)
+    return merge_splits(*results, **rest)
+
+
+class Block:
+    """One thread block, while it is traced. Names of refs: `self.g` global, `self.s` shared memory and barriers."""
+
+    def __init__(self, problem: Problem, tuning: Tuning, interpret: Any, refs: dict[str, Any], shared: dict[str, Any]):
+        self.p, self.t, self.interpret = problem, tuning, interpret
+        self.g, self.s = refs, shared
+        self.row, self.split, self.head, self.chunk = (lax.axis_index(x) for x in ("row", "split", "head", "chunk"))
+        self.warpgroup = lax.axis_index("warpgroup")
+        self.heads = gpu.ds(self.head * problem.group, problem.group)
+        self.block_keys_here = self.split == tuning.splits - 1
+        self.turns = problem.warpgroups == 2
+
+    def run(self) -> None:
+        p = self.p
+
+        @gpu.when(self.warpgroup < p.warpgroups)
+        def _compute() -> None:
+            if self.turns:  # 2 * 128 * 232 + 128 * 40 registers: any more and this waits for ever
+                gpu.set_max_registers(232, action="increase")
+            self.compute()
+
+        @gpu.when(self.warpgroup == p.warpgroups)
+        def _memory() -> None:
+            if self.turns:
+                gpu.set_max_registers(40, action="decrease")
+            self.memory()
+
+    def locate(self) -> None:
+        """The tiles [first, first + count) of this split, and what the queries of this chunk can see."""
+        p, tile, splits = self.p, self.t.tile, jnp.int32(self.t.splits)
+        per_chunk = p.queries_per_warpgroup * p.warpgroups
+        self.q_first = self.g["q_start"][self.row] + self.chunk * per_chunk
+        self.length = self.g["kv_length"][self.row]
+        self.q_end = self.q_first + jnp.minimum(p.queries - self.chunk * per_chunk, per_chunk)
+        self.begin = jnp.maximum(self.q_first - (p.reach - 1), 0)
+        self.end = jnp.minimum(self.length, self.q_end)
+        first = lax.div(self.begin, jnp.int32(tile))
+        count = jnp.maximum(lax.div(self.end + (tile - 1), jnp.int32(tile)) - first, 0)
+        self.first = first + lax.div(count * self.split, splits)
+        self.count = first + lax.div(count * (self.split + 1), splits) - self.first
+
+    def slot(self, step: Any) -> Any:
+        return lax.rem(step, jnp.int32(self.t.stages))
+
+    # The memory warpgroup.
+
+    def memory(self) -> None:
+        p, g, s, stages = self.p, self.g, self.s, self.t.stages
+        zero = self.row * 0  # a start that is not static: rows past the array are filled with zeros
+        if "table" in s:
+            for start in range(0, p.table_entries, TABLE_PIECE):
+                piece = min(TABLE_PIECE, p.table_entries - start)
+                source = g["table"].at[gpu.ds(self.row * p.entries - self.table_shift() + start, piece)]
+                gpu.copy_to_shared(source, s["table"].at[gpu.ds(start, piece)], s["table_ready"])
+        if p.block:
+
+            @gpu.when(self.block_keys_here)
+            def _block_keys() -> None:
+                for i, name in enumerate(("k_block", "v_block")):
+                    source = g[name].at[self.row, gpu.ds(zero, gpu.ROWS), self.head]
+                    gpu.copy_to_shared(source, s[name], s["block_ready"].at[i])
+
+        self.locate()
+        if "table" in s:
+            gpu.barrier_wait(s["table_ready"])
+
+        @gpu.when(self.count > 0)
+        def _pages() -> None:
+            @gpu.loop(0, self.count)
+            def _step(step: Any) -> None:
+                slot = self.slot(step)
+                for kind in ("k", "v"):
+
+                    def copy(source: Any, rows: Any, kind: str = kind) -> None:
+                        gpu.copy_to_shared(source, s[kind].at[slot, rows], s[f"{kind}_ready"].at[slot])
+
+                    gpu.when(step >= stages)(lambda kind=kind: gpu.barrier_wait(s[f"{kind}_free"].at[slot]))
+                    self.each_page(step, copy, (kind,))
+
+            @gpu.loop(jnp.maximum(self.count - stages, 0), self.count)
+            def _drain(step: Any) -> None:  # every phase of a barrier is waited for, as the interpreter demands
+                gpu.barrier_wait(s["k_free"].at[self.slot(step)])
+                gpu.barrier_wait(s["v_free"].at[self.slot(step)])
+
+    def table_shift(self) -> Any:
+        """Entries of other rows that the copy of this row's page table begins with."""
+        return lax.rem(self.row * self.p.entries, jnp.int32(4)) if self.p.entries % 4 else 0
+
+    def each_page(self, step: Any, action: Any, kinds: tuple[str, ...] = ("k", "v")) -> None:
+        """action(source, rows of the tile) for each page of a tile. A page without a visible key is not read: the
+        nearest one that has some takes its place, and the mask hides it."""
+        p, tile = self.p, self.t.tile
+        oldest = lax.div(self.begin, jnp.int32(p.page))
+        newest = lax.div(self.end - 1, jnp.int32(p.page))
+        rows = min(tile, p.page)
+        for j in range(max(tile // p.page, 1)):
+            position = (self.first + step) * tile + j * p.page
+            page = jnp.clip(lax.div(position, jnp.int32(p.page)), oldest, newest)
+            entry = lax.rem(page, jnp.int32(p.entries))
+            if "table" in self.s:
+                page_id = self.s["table"][self.table_shift() + entry]
+            else:
+                page_id = self.g["table"][self.row * p.entries + entry]
+            offset = lax.rem(position, jnp.int32(p.page)) if p.page > tile else 0
+            for kind in kinds:
+                action(self.g[f"{kind}_pages"].at[page_id, gpu.ds(offset, rows), self.head], gpu.ds(j * rows, rows))
+
+    # The compute warpgroups.
+
+    def query(self, i: int) -> Any:
+        """Number, within the block of K, of this warpgroup's query i."""
+        return (self.chunk * self.p.warpgroups + self.warpgroup) * self.p.queries_per_warpgroup + i
+
+    def compute(self) -> None:
+        p, s = self.p, self.s
+        self.q = s["q"].at[self.warpgroup]
+        ready = s["q_ready"].at[self.warpgroup]
+        for i in range(p.queries_per_warpgroup):
+            rows = self.q.at[gpu.ds(i * p.group, p.group)]
+
+            @gpu.when(self.query(i) < p.queries)
+            def _copy(i: int = i, rows: Any = rows) -> None:
+                gpu.copy_to_shared(self.g["q"].at[self.row, self.query(i), self.heads], rows, ready)
+
+            @gpu.when(self.query(i) >= p.queries)
+            def _skip() -> None:
+                gpu.barrier_arrive(ready)
+
+        self.locate()
+        state = softmax.start(p.head_dim)
+        gpu.barrier_wait(ready)
+        if p.block:
+            state = lax.fori_loop(0, jnp.where(self.block_keys_here, 1, 0), lambda _, x: self.block_tile(x), state)
+        self.store(*softmax.finish(self.page_tiles(state)))
+
+    def block_tile(self, state: Any) -> Any:
+        """The block's own keys: one tile, masked to the K that exist."""
+        p, s = self.p, self.s
+        gpu.barrier_wait(s["block_ready"].at[0])
+        scores = gpu.dot_transposed(self.q, s["k_block"])
+        key = gpu.iota((gpu.ROWS, gpu.ROWS), 1)
+        visible = key < p.queries
+        if p.causal or p.reach < p.queries:
+            query = lax.div(gpu.iota((gpu.ROWS, gpu.ROWS), 0), jnp.int32(p.group)) + self.query(0)
+            visible &= key < query + p.reach
+            visible &= key > query - p.reach
+            if p.causal:
+                visible &= key <= query
+        weights, (values, maximum, total) = softmax.weigh(jnp.where(visible, scores, -jnp.inf), state, p.scale, p.dtype)
+        gpu.barrier_wait(s["block_ready"].at[1])
+        return gpu.add_dot(values, weights, s["v_block"], self.interpret), maximum, total
+
+    def mask(self, scores: Any, step: Any) -> Any:
+        p, shape = self.p, (gpu.ROWS, self.t.tile)
+        query = lax.div(gpu.iota(shape, 0), jnp.int32(p.group))
+        query += self.q_first + self.warpgroup * p.queries_per_warpgroup
+        key = gpu.iota(shape, 1) + (self.first + step) * self.t.tile
+        return jnp.where((key <= query) & (key < self.length) & (key > query - p.reach), scores, -jnp.inf)
+
+    def take_turn(self) -> None:
+        """The two compute warpgroups alternate between tensor cores and softmax."""
+        if self.turns:
+            gpu.barrier_arrive(self.s["turn"])
+            gpu.barrier_wait(self.s["turn"])
+
+    def page_tiles(self, state: Any) -> Any:
+        s, tile, count = self.s, jnp.int32(self.t.tile), self.count
+
+        @gpu.when(count > 0)
+        def _first() -> None:
+            gpu.barrier_wait(s["k_ready"].at[self.slot(0)])
+
+        gpu.when(self.warpgroup == 1)(self.take_turn)
+
+        def one(step: Any, state: Any, masked: bool) -> Any:
+            slot = self.slot(step)
+            scores = gpu.dot_transposed(self.q, s["k"].at[slot], self.take_turn)
+            gpu.barrier_arrive(s["k_free"].at[slot])
+            if masked:
+                scores = self.mask(scores, step)
+            weights, (values, maximum, total) = softmax.weigh(scores, state, self.p.scale, self.p.dtype)
+            # Softmax has to be done before the other warpgroup's turn ends, not wherever the compiler moves it.
+            values, total, maximum, weights = lax.optimization_barrier((values, total, maximum, weights))
+            if self.turns:
+                gpu.barrier_arrive(s["turn"])
+            gpu.barrier_wait(s["v_ready"].at[slot])
+            if self.turns:
+                gpu.barrier_wait(s["turn"])
+
+            def wait_for_next_keys() -> None:
+                @gpu.when(step + 1 < count)
+                def _() -> None:
+                    gpu.barrier_wait(s["k_ready"].at[self.slot(step + 1)])
+
+            values = gpu.add_dot(values, weights, s["v"].at[slot], self.interpret, wait_for_next_keys)
+            gpu.barrier_arrive(s["v_free"].at[slot])
+            return values, maximum, total
+
+        # Tiles [inner, outer) are seen by every query in full and need no mask.
+        inner = lax.div(jnp.maximum(self.q_end - self.p.reach, 0) + (tile - 1), tile) - self.first
+        outer = lax.div(jnp.minimum(self.length, self.q_first + 1), tile) - self.first
+        inner = jnp.clip(inner, 0, count)
+        outer = jnp.clip(outer, inner, count)
+        for start, stop, masked in ((0, inner, True), (inner, outer, False), (outer, count, True)):
+            state = lax.fori_loop(start, stop, functools.partial(one, masked=masked), state)
+        gpu.when(self.warpgroup == 0)(self.take_turn)
+        return state
+
+    # Results.
+
+    def store(self, values: Any, lse: Any) -> None:
+        p, g, s = self.p, self.g, self.s
+        if "part" not in g:
+            self.q[...] = values.astype(p.dtype)  # the queries are used up
+            self.store_rows(self.q, lse, gpu.ds(0, p.head_dim), True)
+            return
+        rows = gpu.ds((self.chunk * p.warpgroups + self.warpgroup) * gpu.ROWS, gpu.ROWS)
+        part, part_lse = (g[name].at[self.row, self.head] for name in ("part", "part_lse"))
+        part[self.split, rows, :] = values.astype(p.dtype) if self.t.parts == "half" else values
+        s["lse"].at[self.warpgroup][...] = lse
+        gpu.commit_shared()
+        gpu.copy_to_global(s["lse"].at[self.warpgroup], part_lse.at[self.split, rows])
+        gpu.wait_stores()
+        if "out" not in g:
+            return
+        head = (self.row * p.kv_heads + self.head) * p.chunks + self.chunk
+        arrived = gpu.global_semaphores(p.heads * p.warpgroups).at[head * p.warpgroups + self.warpgroup]
+        gpu.signal(arrived)
+        columns = s["merged"].shape[-1]
+
+        @gpu.when(self.split < p.head_dim // columns)  # this block merges its share of the columns
+        def _merge() -> None:
+            gpu.wait_for(arrived, self.t.splits)
+            share = gpu.ds(self.split * columns, columns)
+            merged, merged_lse = softmax.merge_rows(
+                self.t.splits,
+                lambda i: gpu.load_global(part_lse.at[i, rows], 1),
+                lambda i: gpu.load_global(part.at[i, rows, share], 2).astype(jnp.float32),
+            )
+            s["merged"].at[self.warpgroup][...] = merged.astype(p.dtype)
+            self.store_rows(s["merged"].at[self.warpgroup], merged_lse, share, self.split == 0)
+
+    def store_rows(self, source: Any, lse: Any, columns: Any, with_lse: Any) -> None:
+        """One copy for each query: `source` [64, columns] and lse (base 2) to where the caller wants them."""
+        p, g = self.p, self.g
+        lse_rows = self.s["lse"].at[self.warpgroup]
+        lse_rows[...] = lse * softmax.LN_2
+        gpu.commit_shared()
+        for i in range(p.queries_per_warpgroup):
+            rows = gpu.ds(i * p.group, p.group)
+
+            @gpu.when(self.query(i) < p.queries)
+            def _copy(i: int = i, rows: Any = rows) -> None:
+                gpu.copy_to_global(source.at[rows], g["out"].at[self.row, self.query(i), self.heads, columns])
+
+                @gpu.when(with_lse)
+                def _() -> None:
+                    gpu.copy_to_global(lse_rows.at[rows], g["lse"].at[self.row, self.query(i), self.heads])
+
+        gpu.wait_stores()

@@ -1,0 +1,75 @@
+"""How the Mosaic kernel cuts its work: tile, pipeline depth, splits over the keys and how these are merged."""
+
+import dataclasses
+from typing import Literal
+
+from pallas_kernels import _mosaic
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """One way to run the kernel.
+
+    Attributes:
+      tile: keys of one pipeline step.
+      stages: pipeline steps held in shared memory.
+      splits: blocks that share the keys of one row and KV head.
+      merge: how splits become one result: in the same launch ("fused": all blocks of a head have to be resident at
+        once) or by a second kernel ("kernel").
+      merge_columns: columns of one block of the second kernel.
+    """
+
+    tile: int = 128
+    stages: int = 2
+    splits: int = 1
+    merge: Literal["fused", "kernel"] = "fused"
+    merge_columns: int = 32
+    parts: Literal["float32", "half"] = "float32"
+
+    def __post_init__(self) -> None:
+        if self.tile not in (64, 128):
+            raise ValueError(f"tile must be 64 or 128 keys, got {self.tile}.")
+        if self.stages < 2:
+            raise ValueError(f"stages must be at least 2, one to fill while one is used, got {self.stages}.")
+        if self.splits < 1:
+            raise ValueError(f"splits must be at least 1, got {self.splits}.")
+        if self.merge not in ("fused", "kernel"):
+            raise ValueError(f"merge must be 'fused' or 'kernel', got {self.merge!r}.")
+        if self.merge_columns not in (8, 16, 32, 64):
+            raise ValueError(f"merge_columns must be 8, 16, 32 or 64, got {self.merge_columns}.")
+
+    def fused_columns(self, head_dim: int) -> int:
+        """Columns that each of the merging blocks takes in a fused merge: at least 8, and an even cut."""
+        blocks = min(self.splits, head_dim // 8)
+        return head_dim >> (blocks.bit_length() - 1)
+
+
+# Head size -> tile, stages: the most that fits beside the queries and a block's own keys. More stages were slower.
+PIPELINES = {64: (128, 3), 128: (128, 2), 192: (64, 2), 256: (64, 2)}
+
+
+def choose_tuning(*, heads: int, head_dim: int, keys: int, multiprocessors: int = 132) -> Tuning:
+    """The tuning for `heads` independent rows x KV heads (x query chunks) over at most `keys` keys each.
+
+    Few heads leave multiprocessors idle, so their keys are split until all have a block; more blocks than
+    multiprocessors would wait for a second wave, and fused splits would wait for ever.
+    """
+    if head_dim not in PIPELINES:
+        known = ", ".join(map(str, PIPELINES))
+        raise NotImplementedError(f"the Mosaic kernel takes head sizes {known}, got {head_dim}.")
+    tile, stages = PIPELINES[head_dim]
+    tiles = -(-keys // tile)
+    most = max(1, min(multiprocessors // heads, tiles, 64))
+    splits = -(-tiles // -(-tiles // most))  # the fewest that leave no split with more tiles
+    if splits <= 16 and head_dim <= 128:
+        return Tuning(tile=tile, stages=stages, splits=splits, merge="fused")
+    return Tuning(tile=tile, stages=stages, splits=splits, merge="kernel", merge_columns=8)
+
+
+def shared_memory_bytes(tuning: Tuning, *, head_dim: int, warpgroups: int, block: bool, table: int) -> int:
+    """Shared memory of one block of the kernel, without its barriers."""
+    rows = warpgroups * _mosaic.ROWS + 2 * tuning.stages * tuning.tile + 2 * _mosaic.ROWS * block
+    merged = warpgroups * _mosaic.ROWS * tuning.fused_columns(head_dim)
+    if tuning.splits == 1 or tuning.merge != "fused":
+        merged = 0
+    return 2 * rows * head_dim + 2 * merged + 1024 * warpgroups + 4 * table

@@ -1,0 +1,208 @@
+"""Small models for tests of generation, the jitted `generate` that they share, and laws computed without it."""
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import drafter_cases
+import golden
+import jax
+import jax.numpy as jnp
+import numpy as np
+import scipy.stats
+
+import dspark_jax as ds
+from dspark_jax.drafter import DSparkDrafter
+from dspark_jax.target import MiniMaxTarget
+
+TRACED = "m31-flash-tiny"
+
+
+def jit_generate():
+    """A jitted `generate` of its own: tests that patch the library trace it afresh."""
+    # Compiling is nearly all of the work here, so on a CPU nothing is optimised.
+    options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+    return jax.jit(
+        lambda *a, config: ds.generate(*a, config=config), static_argnames="config", compiler_options=options
+    )
+
+
+run = jit_generate()
+
+
+def target_config(**changes: Any) -> ds.TargetConfig:
+    """A target that compiles in a second: 16 wide, one dense, block-sparse layer."""
+    layers = changes.get("num_layers", 1)
+    fields: dict[str, Any] = dict(
+        vocab_size=12,
+        hidden_size=16,
+        num_layers=layers,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=8,
+        rotary_dim=4,
+        rope_theta=100.0,
+        norm_eps=1e-6,
+        dense_mlp_size=16,
+        expert_mlp_size=8,
+        shared_mlp_size=8,
+        num_experts=4,
+        num_experts_per_token=2,
+        routed_scaling=2.0,
+        swiglu_alpha=1.702,
+        swiglu_limit=7.0,
+        moe_layers=(False,) * layers,
+        sparse_layers=(True,) * layers,
+        index_heads=1,
+        index_head_dim=8,
+        block_size=8,
+        top_k_blocks=2,
+        max_context=128,
+        eos_token_ids=(),
+        pad_token_id=0,
+    )
+    return ds.TargetConfig(**(fields | changes))
+
+
+def drafter_config(target: ds.TargetConfig, **changes: Any) -> ds.DrafterConfig:
+    """A drafter for `target_config`: one layer, blocks of 4, window 6, vanilla Markov head, confidence head."""
+    fields: dict[str, Any] = dict(
+        architecture="DSparkMiniMaxDraftModel",
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=8,
+        rotary_dim=4,
+        rope_theta=50.0,
+        norm_eps=1e-6,
+        mlp_size=16,
+        swiglu_alpha=1.702,
+        swiglu_limit=7.0,
+        block_size=4,
+        mask_token_id=target.vocab_size - 1,
+        target_layer_ids=tuple(range(target.num_layers)),
+        markov_type="vanilla",
+        markov_rank=4,
+        confidence_head=True,
+        confidence_with_markov=True,
+        window=6,
+        causal=False,
+        max_context=target.max_context,
+    )
+    return ds.DrafterConfig(**(fields | changes))
+
+
+def toy(
+    seed: int = 0, *, drafter: dict[str, Any] | None = None, with_drafter: bool = True, **target: Any
+) -> "ds.Model":
+    """A model with random weights, float32 activations."""
+    config = target_config(**target)
+    key = jax.random.key(seed)
+    model = MiniMaxTarget(config, key=jax.random.fold_in(key, 0), compute_dtype=jnp.float32)
+    if not with_drafter:
+        return ds.Model(target=model)
+    draft = DSparkDrafter(
+        drafter_config(config, **(drafter or {})), key=jax.random.fold_in(key, 1), compute_dtype=jnp.float32
+    )
+    return ds.Model(target=model, drafter=draft)
+
+
+def law_toy() -> "ds.Model":
+    """A model for chi-square tests: 3 drawable tokens whose law depends on the context, drafts that often miss it.
+
+    With random weights, proposals have nothing to do with the law and hardly matter. Here a constant in the embedding
+    turns the head's first column into a bias: about (0.5, 0.3, 0.2, 0), to which the context adds. The drafter prefers
+    token 2, so that both rules accept about 40 % and noise that is reused wrongly shows (measured: 598 against a
+    critical value of 367 in 50,000 streams).
+    """
+    model = toy(5, vocab_size=4, drafter=dict(block_size=2))
+    target, drafter = model.target, model.drafter
+    embedding, head = (t.weight.get_value().astype(jnp.float32) for t in (target.embed_tokens, target.lm_head))
+    target.embed_tokens.weight.set_value(embedding.at[:, 0].set(1.0).astype(jnp.bfloat16))
+    head = (0.7 * head).at[:, 0].set(0.5 * jnp.log(jnp.asarray([0.5, 0.3, 0.2, 1e-9])))
+    target.lm_head.weight.set_value(head.astype(jnp.bfloat16))
+    w1, w2 = drafter.markov_head.w1.weight, drafter.markov_head.w2.weight
+    w1.set_value((0.5 * w1.get_value().astype(jnp.float32)).at[:, 0].set(1.0).astype(jnp.bfloat16))
+    w2.set_value(w2.get_value().at[:, 0].set(jnp.asarray([0.0, 0.2, 0.0, 0.0], jnp.bfloat16)))
+    return model
+
+
+@functools.cache
+def golden_model(name: str) -> "ds.Model":
+    """A golden checkpoint with its drafter, if there is one."""
+    drafter = drafter_cases.make_drafter(drafter_cases.MINIMAX) if name == TRACED else None
+    return ds.Model(target=golden.model(name), drafter=drafter)
+
+
+target_logits = jax.jit(ds.target_logits)
+
+
+def continuation_logits(model: "ds.Model", prompt: Sequence[int], new: Sequence[int]) -> np.ndarray:
+    """Teacher-forced logits [len(new), V]: row i scores new[i] after prompt + new[:i]."""
+    text = np.asarray([*prompt, *new], np.int32)[None]
+    logits = np.asarray(target_logits(model, jnp.asarray(text)))[0]
+    return logits[len(prompt) - 1 : len(text[0]) - 1]
+
+
+def filtered_law(
+    logits: np.ndarray, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> np.ndarray:
+    """Probabilities after temperature, min-p, top-k and top-p, by sorting in float64."""
+    z = np.asarray(logits, np.float64) / temperature
+    p = np.exp(z - z.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    p = np.where(p >= min_p * p.max(-1, keepdims=True), p, 0.0)
+    if top_k:
+        p = np.where(p >= np.sort(p, -1)[..., -top_k, None], p, 0.0)
+    p /= p.sum(-1, keepdims=True)
+    order = np.argsort(-p, -1)
+    ranked = np.take_along_axis(p, order, -1)
+    # A token stays while the mass before it is short of top_p.
+    kept = np.zeros_like(p)
+    np.put_along_axis(kept, order, (np.cumsum(ranked, -1) - ranked < top_p).astype(float), -1)
+    p = np.where(kept > 0, p, 0.0)
+    return p / p.sum(-1, keepdims=True)
+
+
+def joint_law(model: "ds.Model", prompt: Sequence[int], count: int, **filters: Any) -> np.ndarray:
+    """Exact probability [V] * count of the next `count` tokens, from teacher-forced logits of every continuation."""
+    vocab = model.target.config.vocab_size
+    paths = np.asarray(list(itertools.product(range(vocab), repeat=count - 1)), np.int32)
+    text = np.concatenate([np.broadcast_to(np.asarray(prompt, np.int32), (len(paths), len(prompt))), paths], axis=1)
+    logits = np.asarray(target_logits(model, jnp.asarray(text)))[:, len(prompt) - 1 :]
+    p = filtered_law(logits, **filters).reshape(*(vocab,) * (count - 1), count, vocab)
+    law = np.ones((vocab,) * count)
+    for i in range(count):
+        # The i-th conditional depends on the first i tokens only: take any continuation of them.
+        conditional = p[(slice(None),) * i + (0,) * (count - 1 - i) + (i,)]
+        law = law * conditional.reshape(*conditional.shape, *(1,) * (count - 1 - i))
+    return law
+
+
+# One false alarm in a million runs.
+ALPHA = 1e-6
+
+
+def chi_square(tokens: np.ndarray, law: np.ndarray) -> tuple[float, float]:
+    """Pearson's statistic of rows of tokens against their joint law, and its critical value.
+
+    Cells that expect fewer than 5 rows are merged. A row outside the support makes the statistic infinite.
+    """
+    cell = np.ravel_multi_index(tokens.T, law.shape)
+    seen, expected = np.bincount(cell, minlength=law.size), law.reshape(-1) * len(tokens)
+    if seen[expected == 0].any():
+        return np.inf, 0.0
+    big = expected >= 5
+    seen = np.append(seen[big], seen[~big].sum())
+    expected = np.append(expected[big], expected[~big].sum())
+    keep = expected > 0
+    statistic = ((seen - expected)[keep] ** 2 / expected[keep]).sum()
+    return float(statistic), float(scipy.stats.chi2.isf(ALPHA, keep.sum() - 1))
+
+
+def passes(tokens: np.ndarray, law: np.ndarray) -> bool:
+    statistic, critical = chi_square(tokens, law)
+    return statistic <= critical

@@ -1,0 +1,223 @@
+"""Every implementation on an NVIDIA GPU: golden data, fresh data over many shapes, loops, vmap, derivatives."""
+
+import dataclasses
+import importlib.util
+import re
+import secrets
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_cases import (
+    GOLDEN_NAMES,
+    REFERENCE,
+    Case,
+    assert_close,
+    load_golden,
+    matches_golden,
+    public,
+    random_case,
+    repaged,
+)
+
+from pallas_kernels import block_attention, merge_future_block, windowed_decode
+
+RESULTS = ("decode", "merged", "block", "block_causal")
+
+
+def on_gpu() -> bool:
+    return jax.default_backend() == "gpu"
+
+
+def hopper() -> bool:
+    return on_gpu() and str(getattr(jax.devices()[0], "compute_capability", "")) == "9.0"
+
+
+needs_gpu = pytest.mark.skipif(not on_gpu(), reason="needs an NVIDIA GPU")
+MOSAIC = pytest.param("mosaic", marks=pytest.mark.skipif(not hopper(), reason="the Mosaic kernels need sm_90"))
+TRITON = pytest.param(
+    "triton",
+    marks=pytest.mark.skipif(
+        not on_gpu() or importlib.util.find_spec("jax_triton") is None, reason="needs an NVIDIA GPU and jax-triton"
+    ),
+)
+XLA = pytest.param("xla", marks=needs_gpu)
+KERNELS = [MOSAIC, TRITON]
+
+
+def poison(case: Case) -> None:
+    """Leaves NaN where the next results will probably be allocated: what a kernel does not write shows."""
+    shapes = [(case.q.shape, case.q.dtype), (case.q.shape[:3], jnp.float32)] * 4
+    jax.block_until_ready([jnp.full(shape, jnp.nan, dtype) for shape, dtype in shapes])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("implementation", [*KERNELS, XLA])
+@pytest.mark.parametrize("name", GOLDEN_NAMES)
+def test_golden(name: str, implementation: str, dtype: str) -> None:
+    case, expected = load_golden(name)
+    if implementation == "mosaic" and case.k_pages.shape[1] < 8:
+        case = repaged(case)
+    case = case.astype(dtype)
+    poison(case)
+    actual = public(implementation).run(case)
+    for result in RESULTS:
+        assert matches_golden(actual[result], expected[result], dtype), result
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", GOLDEN_NAMES)
+def test_golden_float32_goes_through_xla(name: str) -> None:
+    case, expected = load_golden(name)
+    actual = public(None).run(case)
+    for result in RESULTS:
+        assert matches_golden(actual[result], expected[result], "float32"), result
+
+
+def edge(window: int, queries: int) -> list[int]:
+    return [window - queries - 1, window - queries, window - 1, window, window + 1, 3 * window + 5]
+
+
+# queries, heads, head size, page, window, q_start, dtype
+SHAPES = [
+    *((k, (16, 1), 128, 64, 256, edge(256, k), "bfloat16") for k in (1, 3, 7, 8, 16)),
+    *((k, (64, 4), 128, 64, 4096, edge(4096, k)[:3], "bfloat16") for k in (3, 7)),
+    *((k, (64, 4), 128, 64, 4096, edge(4096, k)[3:], "bfloat16") for k in (3, 7)),
+    *(
+        (7, heads, 64, 32, 100, edge(100, 7), "bfloat16")
+        for heads in ((1, 1), (2, 1), (3, 1), (8, 2), (12, 4), (16, 16))
+    ),
+    *((7, (16, 2), 128, page, 300, edge(300, 7), "bfloat16") for page in (16, 32, 128, 256)),
+    *((8, (16, 2), d, 64, 200, edge(200, 8), "bfloat16") for d in (72, 80, 96, 192, 256)),
+    *((8, (16, 1), 128, 64, window, [0, 1, 63, 64, 200], "bfloat16") for window in (1, 2, 3, 7, 64, None)),
+    *((7, (64, 4), d, 64, None, [0, 5, 1000, 3000], "float16") for d in (64, 128)),
+    (8, (16, 1), 128, 16, None, [30000], "bfloat16"),
+    (7, (64, 4), 128, 64, 512, list(range(512)), "bfloat16"),
+    (5, (32, 2), 128, 48, 333, [0, 332, 333, 5000], "bfloat16"),
+    (7, (64, 4), 128, 64, 4096, [6000], "bfloat16"),
+    (7, (64, 4), 128, 64, 4096, [6000] * 8, "bfloat16"),
+    (7, (16, 1), 128, 64, 4096, [6000] * 64, "bfloat16"),
+]
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "-".join(map(str, s[:5])))
+def test_fresh_data(shape: tuple, implementation: str) -> None:
+    queries, heads, head_dim, page, window, starts, dtype = shape
+    seed = secrets.randbits(32)
+    print(f"seed {seed}")
+    rng = np.random.default_rng(seed)
+    lengths = [max(0, s + int(rng.choice([queries, 0, 1, -queries, -1000, 2 * queries]))) for s in starts]
+    lengths = [min(n, s + queries) for n, s in zip(lengths, starts, strict=True)]
+    case = random_case(
+        seed, q_start=starts, kv_length=lengths, queries=queries, heads=heads, head_dim=head_dim, page=page,
+        window=window, dtype=dtype,
+    )  # fmt: skip
+    expected = REFERENCE.run(case)
+    poison(case)
+    try:
+        actual = public(implementation).run(case)
+    except NotImplementedError as reason:
+        unsupported = head_dim not in (64, 128, 192, 256) or page == 48
+        assert implementation == "mosaic" and unsupported, reason
+        pytest.skip(str(reason))
+    for result in RESULTS:
+        assert_close(actual[result], expected[result], dtype, f"{result}, seed {seed}:")
+    again = public(implementation).run(case)
+    jax.tree.map(np.testing.assert_array_equal, again, actual)  # a moving error is a race
+
+
+def small_case() -> Case:
+    return random_case(
+        3, q_start=[2, 70, 300], kv_length=[10, 78, 308], queries=8, heads=(32, 2), head_dim=128, page=64, window=200,
+        dtype="bfloat16",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+def test_runs_inside_a_while_loop(implementation: str) -> None:
+    case = small_case()
+    static = dict(window=200, implementation=implementation)
+
+    def loop(q, k_pages, v_pages, table, k_block, v_block, start):
+        def body(carry):
+            start, q = carry
+            out, lse = windowed_decode(q, k_pages, v_pages, table, start, start + 8, **static)
+            out, lse = merge_future_block(out, lse, q, k_block, v_block, **static)
+            whole, _ = block_attention(q, k_block, v_block, k_pages, v_pages, table, start, **static)
+            return start + 8, (out + whole) * jnp.asarray(0.5, q.dtype)
+
+        return jax.lax.while_loop(lambda carry: carry[0][0] < 42, body, (start, q))
+
+    args = (case.q, *case.pages, *case.block, case.q_start)
+    compiled = jax.jit(loop).lower(*args).compile()
+    text = compiled.as_text()
+    assert not re.search(r"\b(infeed|outfeed|send|recv|host-?transfer)\b", text)
+    start, q = compiled(*args)
+    expected = (case.q_start, case.q)
+    for _ in range(5):
+        one = public(implementation)
+        out = one.decode(expected[1], *case.pages, expected[0], expected[0] + 8, window=200, scale=None)
+        out, _ = one.merge(*out, expected[1], *case.block, window=200, scale=None)
+        whole, _ = one.block(expected[1], *case.block, *case.pages, expected[0], window=200, scale=None, causal=False)
+        expected = expected[0] + 8, (out + whole) * jnp.asarray(0.5, q.dtype)
+    np.testing.assert_array_equal(start, expected[0])
+    # The sum of two bfloat16 numbers is rounded once in the loop and twice outside, five times over.
+    np.testing.assert_allclose(np.float32(q), np.float32(expected[1]), atol=0.02)
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+def test_vmap_folds(implementation: str) -> None:
+    case = small_case()
+    starts = case.q_start[None] + jnp.arange(2, dtype=jnp.int32)[:, None]
+
+    def one(start):
+        return windowed_decode(case.q, *case.pages, start, start + 8, window=200, implementation=implementation)
+
+    mapped = jax.jit(jax.vmap(one))(starts)
+    for i, start in enumerate(starts):
+        assert_close(jax.tree.map(lambda x, i=i: x[i], mapped), one(start), "bfloat16")
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+def test_a_derivative_raises(implementation: str) -> None:
+    case = small_case()
+
+    def loss(q):
+        out, _ = windowed_decode(
+            q, *case.pages, case.q_start, case.kv_length, window=200, implementation=implementation
+        )  # fmt: skip
+        return out.sum()
+
+    with pytest.raises(NotImplementedError, match="differentiate implementation='xla'"):
+        jax.grad(loss)(case.q)
+
+
+@needs_gpu
+def test_none_takes_what_mosaic_refuses() -> None:
+    case = random_case(
+        5, q_start=[5], kv_length=[9], queries=4, heads=(4, 2), head_dim=72, page=5, window=9, dtype="bfloat16"
+    )  # fmt: skip
+    expected = REFERENCE.run(case)
+    actual = public(None).run(case)
+    for result in RESULTS:
+        assert_close(actual[result], expected[result], "bfloat16", result)
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+def test_pages_without_a_visible_key_are_not_read(implementation: str) -> None:
+    case = random_case(
+        2, q_start=[3, 640, 1290], kv_length=[5, 0, 1294], queries=4, heads=(8, 1), head_dim=128, page=64, window=130,
+        table_length=24, dtype="bfloat16",
+    )  # fmt: skip
+    clean = public(implementation).run(case)
+    table, touched = np.asarray(case.page_table), set()
+    for row, (start, length) in enumerate(zip(case.q_start.tolist(), case.kv_length.tolist(), strict=True)):
+        for end in (length, start):  # the cache as the decode reads it, and as the block attention does
+            touched |= {table[row, p // 64 % 24] for p in range(max(0, start - 129), min(end, start + 4))}
+    others = np.array([n for n in range(case.k_pages.shape[0]) if n not in touched])
+    dirty = dataclasses.replace(
+        case, k_pages=case.k_pages.at[others].set(jnp.nan), v_pages=case.v_pages.at[others].set(jnp.nan)
+    )
+    jax.tree.map(np.testing.assert_array_equal, public(implementation).run(dirty), clean)

@@ -1,0 +1,235 @@
+"""The Mosaic kernels without a GPU: interpreted with race detection, and lowered to CUDA."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from attention_cases import (
+    GOLDEN_NAMES,
+    REFERENCE,
+    Case,
+    assert_close,
+    load_golden,
+    matches_golden,
+    random_case,
+    repaged,
+)
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels import _mosaic, _mosaic_softmax, windowed_decode
+from pallas_kernels.block_attention.mosaic_sm90 import block_attention_mosaic
+from pallas_kernels.block_merge import mosaic_sm90 as mosaic_merge
+from pallas_kernels.block_merge.mosaic_sm90 import merge_future_block_mosaic
+from pallas_kernels.windowed_decode import mosaic_sm90
+from pallas_kernels.windowed_decode.tuning import PIPELINES, Tuning, choose_tuning
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*os.fork.*:RuntimeWarning")  # the interpreter's threads, harmless
+
+RACES = _mosaic.interpreter(detect_races=True)
+QUICK = ["h16_1_d64_k1_w4", "h16_1_d64_k3_w16", "h16_1_d64_k7_w4", "h16_1_d128_k3_w16"]
+
+
+def golden_parameters() -> list:
+    return [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in GOLDEN_NAMES]
+
+
+@pytest.mark.parametrize("name", golden_parameters())
+def test_golden_interpreted(name: str) -> None:
+    case, expected = load_golden(name)
+    case = repaged(case).astype("bfloat16")
+    static = dict(window=case.window, scale=case.scale, interpret=RACES)
+    tuning = Tuning(tile=64, splits=2 if case.window and case.window > 16 else 1, merge="kernel")
+    pages = tuple(map(jnp.asarray, case.pages))
+    start, length = jnp.asarray(case.q_start), jnp.asarray(case.kv_length)
+    decoded = jax.jit(functools.partial(mosaic_sm90.attend, **static, tuning=tuning))(case.q, *pages, start, length)
+    assert matches_golden(decoded, expected["decode"], "bfloat16")
+    merged = jax.jit(functools.partial(merge_future_block_mosaic, **static))(*decoded, case.q, *case.block)
+    assert matches_golden(merged, expected["merged"], "bfloat16")
+    for result in ("block", "block_causal") if name not in QUICK else ("block",):
+        whole = functools.partial(block_attention_mosaic, **static, tuning=tuning, causal=result == "block_causal")
+        actual = jax.jit(whole)(case.q, *case.block, *pages, start)
+        assert matches_golden(actual, expected[result], "bfloat16"), result
+
+
+SHAPES = [  # queries, heads, page, entries, window, splits, block (None, or whether it is causal)
+    (4, (16, 1), 16, 6, 70, 1, None),
+    (7, (16, 1), 64, 3, 100, 2, False),
+    (3, (6, 2), 8, 17, 120, 1, True),
+]
+
+
+@functools.cache
+def interpreted(shape: int):
+    *_, window, splits, causal = SHAPES[shape]
+    static = dict(window=window, scale=0.1, tuning=Tuning(tile=64, splits=splits, merge="kernel"), interpret=RACES)
+    if causal is None:
+        return jax.jit(functools.partial(mosaic_sm90.attend, **static))
+    return jax.jit(functools.partial(block_attention_mosaic, **static, causal=causal))
+
+
+@functools.cache
+def referenced(shape: int):
+    *_, window, _, causal = SHAPES[shape]
+    if causal is None:
+        return jax.jit(functools.partial(REFERENCE.decode, window=window, scale=0.1))
+    return jax.jit(functools.partial(REFERENCE.block, window=window, scale=0.1, causal=causal))
+
+
+@st.composite
+def drawn_cases(draw: st.DrawFn) -> tuple[int, Case]:
+    shape = draw(st.integers(0, len(SHAPES) - 1))
+    queries, heads, page, entries, window, _, _ = SHAPES[shape]
+    starts = draw(
+        st.lists(
+            st.sampled_from([0, 1, window - queries - 1, window - 1, window, window + 1, 500]), min_size=1, max_size=1
+        )
+    )
+    length = [max(0, s + draw(st.sampled_from([queries, 0, -3, -1000]))) for s in starts]
+    case = random_case(
+        draw(st.integers(0, 2**32 - 1)), q_start=starts, kv_length=length, queries=queries, heads=heads, head_dim=64,
+        page=page, window=window, table_length=entries, dtype="bfloat16", scale=0.1,
+    )  # fmt: skip
+    return shape, case
+
+
+@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(drawn_cases())
+def test_interpreted_equals_the_reference(drawn: tuple[int, Case]) -> None:
+    shape, case = drawn
+    if SHAPES[shape][-1] is None:
+        args = (case.q, *case.pages, case.q_start, case.kv_length)
+    else:
+        args = (case.q, *case.block, *case.pages, case.q_start)
+    assert_close(interpreted(shape)(*args), referenced(shape)(*args), "bfloat16")
+
+
+def _unordered(self, step, action, kinds=("k", "v")):
+    rows = min(self.t.tile, self.p.page)
+    for j in range(max(self.t.tile // self.p.page, 1)):
+        for kind in kinds:
+            source = self.g[f"{kind}_pages"].at[j, _mosaic.ds(0, rows), self.head]
+            action(source, _mosaic.ds(j * rows, rows))
+
+
+def _one_key_too_many(mask):
+    def wrong(self, scores, step):
+        length, self.length = self.length, self.length + 1
+        masked = mask(self, scores, step)
+        self.length = length
+        return masked
+
+    return wrong
+
+
+@pytest.mark.parametrize("mutant", ["base 2", "page order ignored", "one key too many"])
+def test_mutants_are_caught(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if mutant == "base 2":
+        monkeypatch.setattr(_mosaic_softmax, "LN_2", 1.0)
+    elif mutant == "page order ignored":
+        monkeypatch.setattr(mosaic_sm90.Block, "each_page", _unordered)
+    else:
+        monkeypatch.setattr(mosaic_sm90.Block, "mask", _one_key_too_many(mosaic_sm90.Block.mask))
+    case = random_case(
+        3, q_start=[90], kv_length=[91], queries=4, heads=(16, 1), head_dim=64, page=16, window=70, dtype="bfloat16"
+    )  # fmt: skip
+    args = (case.q, *case.pages, case.q_start, case.kv_length)
+    static = dict(window=70, scale=0.1)
+    actual = mosaic_sm90.attend(*args, **static, tuning=Tuning(tile=64), interpret=_mosaic.interpreter())
+    with pytest.raises(AssertionError):
+        assert_close(actual, REFERENCE.decode(*args, **static), "bfloat16")
+
+
+def abstract(batch, queries, heads, head_dim, page, entries, dtype=jnp.bfloat16):
+    """q, k_block, v_block, k_pages, v_pages, page_table, q_start, kv_length; out and lse go with them."""
+    (hq, hkv), shape, pages = heads, jax.ShapeDtypeStruct, batch * entries
+    block, pool = shape((batch, queries, hkv, head_dim), dtype), shape((pages, page, hkv, head_dim), dtype)
+    rows = shape((batch,), jnp.int32)
+    q = shape((batch, queries, hq, head_dim), dtype)
+    return q, block, block, pool, pool, shape((batch, entries), jnp.int32), rows, rows
+
+
+LOWERED = [  # batch, queries, heads, head size, page, entries, window
+    (64, 8, (64, 4), 128, 64, 128, 4096),
+    (8, 7, (64, 4), 128, 64, 65, 4096),
+    (1, 8, (16, 1), 128, 16, 4096, None),
+    (2, 16, (16, 16), 64, 256, 5, 64),
+    (512, 7, (64, 4), 128, 128, 33, 4096),
+    (2, 1, (48, 4), 256, 32, 9, 300),
+    (3, 16, (6, 2), 192, 8, 30, 1),
+]
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("shape", LOWERED)
+def test_lowers_to_cuda(shape: tuple, dtype) -> None:
+    *sizes, window = shape
+    q, kb, vb, kp, vp, table, start, length = abstract(*sizes, dtype)
+    static = dict(window=window, scale=0.1)
+    lse = jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)
+    if dtype == jnp.bfloat16:
+        calls = [
+            (functools.partial(mosaic_sm90.attend, **static), (q, kp, vp, table, start, length)),
+            (functools.partial(merge_future_block_mosaic, **static), (q, lse, q, kb, vb)),
+        ]
+    else:
+        calls = [(functools.partial(block_attention_mosaic, **static, causal=False), (q, kb, vb, kp, vp, table, start))]
+    for function, args in calls:
+        text = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+        assert "mosaic_gpu" in text
+
+
+REFUSED = [
+    ((1, 4, (16, 1), 72, 16, 4, jnp.bfloat16), "head sizes 64, 128, 192, 256, got 72"),
+    ((1, 4, (16, 1), 64, 4, 4, jnp.bfloat16), "multiple of 128 slots, got 4"),
+    ((1, 4, (16, 1), 64, 48, 4, jnp.bfloat16), "multiple of 128 slots, got 48"),
+    ((1, 4, (16, 1), 64, 16, 4, jnp.float32), "takes bfloat16 and float16, got float32"),
+    ((1, 4, (128, 1), 64, 16, 4, jnp.bfloat16), "at most 64 query heads a KV head, got 128"),
+    ((1, 80, (16, 1), 64, 16, 4, jnp.bfloat16), "blocks of at most 64, got 80"),
+]
+
+
+@pytest.mark.parametrize("shape, reason", REFUSED)
+def test_refuses_in_words(shape: tuple, reason: str) -> None:
+    q, _, _, kp, _, table, *_ = abstract(*shape)
+    with pytest.raises(NotImplementedError, match=reason):
+        mosaic_sm90.plan(mosaic_sm90.describe(q, kp, table, window=8, scale=1.0, block=True))
+
+
+def test_merge_refuses_in_words() -> None:
+    q, kb, *_ = abstract(1, 4, (16, 1), 80, 16, 4)
+    with pytest.raises(NotImplementedError, match="head sizes 64, 128, 192, 256, got 80"):
+        mosaic_merge.check(q, kb)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="about machines without an NVIDIA GPU")
+@pytest.mark.parametrize("implementation", ["mosaic", "triton"])
+def test_a_named_kernel_does_not_fall_back(implementation: str) -> None:
+    case = random_case(1, q_start=[5], kv_length=[9], queries=4, heads=(2, 1), head_dim=64, page=16, window=8)
+    with pytest.raises(
+        NotImplementedError, match=f"'{implementation}'.*runs on NVIDIA GPUs, and this call runs on cpu"
+    ):
+        windowed_decode(
+            case.q, *case.pages, case.q_start, case.kv_length, window=8, implementation=implementation
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [("tile", 32), ("stages", 1), ("splits", 0), ("merge", "atomic"), ("merge_columns", 12)],
+)
+def test_tuning_is_validated(field: str, value) -> None:
+    with pytest.raises(Exception, match=field):
+        Tuning(**{field: value})
+
+
+@pytest.mark.parametrize("heads", [1, 4, 8, 32, 64, 131, 132, 256, 2048])
+@pytest.mark.parametrize("head_dim", PIPELINES)
+def test_splits_fill_the_chip_once(heads: int, head_dim: int) -> None:
+    tuning = choose_tuning(heads=heads, head_dim=head_dim, keys=4103)
+    tiles = -(-4103 // tuning.tile)
+    assert tuning.splits == 1 or tuning.splits * heads <= 132  # fused splits wait for each other: all must be resident
+    assert tuning.splits <= tiles
+    most = max(1, min(132 // heads, tiles, 64))
+    assert -(-tiles // tuning.splits) == -(-tiles // most)  # no split is longer than with all multiprocessors

@@ -1,0 +1,57 @@
+"""The Triton kernels compile ahead of time for architectures that no test machine has."""
+
+import pytest
+
+BF16, F32, I32 = "*bf16", "*fp32", "*i32"
+SHAPE = dict(QUERIES=8, HEADS=64, KV_HEADS=4)
+
+
+def compile_for(kernel, capability: int, pointers: dict[str, str], constants: dict[str, object], warps: int) -> bytes:
+    from triton import compile
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = [parameter.name for parameter in kernel.params]
+    assert set(names) == set(pointers) | set(constants)
+    source = ASTSource(
+        fn=kernel,
+        signature={name: pointers.get(name, "constexpr") for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in pointers},
+    )
+    return compile(source, target=GPUTarget("cuda", capability, 32), options=dict(num_warps=warps)).asm["cubin"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("head_dim", [64, 72, 80, 96, 128, 256])
+def test_attend_compiles(head_dim: int, capability: int) -> None:
+    pytest.importorskip("triton", reason="triton is not installed: dspark-jax[triton]")
+    from pallas_kernels.windowed_decode import triton_kernel
+
+    padded = 64 if head_dim == 64 else 128 if head_dim <= 128 else 256
+    inputs = {f"{name}_ptr": BF16 for name in ("q", "k_pages", "v_pages", "k_block", "v_block")}
+    inputs |= {f"{name}_ptr": I32 for name in ("table", "q_start", "kv_length")}
+    for splits, block in ((1, False), (4, True)):
+        constants = dict(
+            **SHAPE, DIM=head_dim, DIM_PADDED=padded, PAGE=64 if block else 16, ENTRIES=65, REACH=4096,
+            SCALE_LOG2=0.1, HAS_BLOCK=block, CAUSAL=False, SPLITS=splits, ROWS=128 if padded <= 128 else 64,
+            TILE=64 if padded <= 128 else 32, BLOCK_TILE=16, STAGES=3 if padded <= 128 else 2,
+        )  # fmt: skip
+        outputs = dict(out_ptr=BF16 if splits == 1 else F32, lse_ptr=F32)
+        assert compile_for(triton_kernel.attend, capability, inputs | outputs, constants, warps=8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_merges_compile(capability: int) -> None:
+    pytest.importorskip("triton", reason="triton is not installed: dspark-jax[triton]")
+    from pallas_kernels.block_merge import triton_kernel as block_merge
+    from pallas_kernels.windowed_decode import triton_kernel as decode
+
+    pointers = dict(part_ptr=F32, part_lse_ptr=F32, out_ptr=BF16, lse_ptr=F32)
+    constants = dict(**SHAPE, DIM=128, DIM_PADDED=128, SPLITS=33, SPLITS_PADDED=64)
+    assert compile_for(decode.merge_splits, capability, pointers, constants, warps=4)
+    pointers = {f"{name}_ptr": BF16 for name in ("out", "q", "k", "v", "new_out")} | dict(lse_ptr=F32, new_lse_ptr=F32)
+    constants = dict(**SHAPE, DIM=128, DIM_PADDED=128, REACH=4096, SCALE_LOG2=0.1, ROWS=64, TILE=16)
+    assert compile_for(block_merge.merge_future_block, capability, pointers, constants, warps=4)
