@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from dspark_jax import formats
 from dspark_jax.config import DrafterConfig, TargetConfig
 from dspark_jax.drafter import DSparkDrafter
-from dspark_jax.formats import MXFP8Array, NVFP4Array, Weight
+from dspark_jax.formats import Leaf, MXFP8Array, NVFP4Array, Weight
 from dspark_jax.heads import check_head_tensors
 from dspark_jax.layers import Format
 from dspark_jax.sharding import ShardingRules, default_sharding, weight_sharding
@@ -222,7 +222,7 @@ def _to_bf16(weight: Weight) -> jax.Array:
     return jax.jit(lambda w: formats.dequantize(w, jnp.bfloat16))(weight)
 
 
-def _read_arrays(layout: Layout, requests: Mapping[str, Weight]) -> dict[str, Weight]:
+def _read_arrays(layout: Layout, requests: Mapping[str, Leaf]) -> dict[str, Weight]:
     """Restore `requests`, abstract weights by path, joining stacks that were stored in parts."""
     tree: dict[str, Any] = {}
     for path, weight in requests.items():
@@ -258,7 +258,7 @@ def _resized(array: jax.ShapeDtypeStruct, size: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((size, *array.shape[1:]), array.dtype, sharding=array.sharding)
 
 
-def _as_dict(weight: Weight) -> Any:
+def _as_dict(weight: Leaf) -> Any:
     if isinstance(weight, NVFP4Array):
         return {"codes": weight.codes, "scale": weight.scale, "global_scale": weight.global_scale}
     if isinstance(weight, MXFP8Array):
@@ -266,5 +266,5 @@ def _as_dict(weight: Weight) -> Any:
     return weight
 
 
-def _from_dict(like: Weight, node: Any) -> Weight:
+def _from_dict(like: Leaf, node: Any) -> Weight:
     return dataclasses.replace(like, **node) if isinstance(like, MXFP8Array | NVFP4Array) else node

@@ -227,6 +227,11 @@ class DrafterConfig:
                 f"mask token id {self.mask_token_id} lies outside the vocabulary of {self.vocab_size}; "
                 "an embedding look-up would clamp it to another token"
             )
+        if self.block_size < 1 or self.markov_rank < 0:
+            raise ConfigError(
+                f"block_size must be at least 1 and markov_rank not negative, found {self.block_size} and "
+                f"{self.markov_rank}"
+            )
         if (self.markov_type is None) != (self.markov_rank == 0):
             raise ConfigError(f"Markov head of type {self.markov_type!r} cannot have rank {self.markov_rank}")
         if self.markov_type not in (None, *MARKOV_TYPES):

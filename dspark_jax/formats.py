@@ -119,9 +119,11 @@ def quantize_mxfp8(weight: Float[Array, "*shape"]) -> MXFP8Array:
     """
     blocks = _blocks(weight, MXFP8_BLOCK, "MXFP8")
     amax = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True)
-    mantissa, exponent = jnp.frexp(amax / _E4M3_MAX)
-    # frexp gives m in [0.5, 1): ceil(log2) is the exponent, one less when m is exactly a half.
-    power = jnp.where(amax == 0, -127, jnp.clip(exponent - (mantissa == 0.5).astype(exponent.dtype), -127, 127))
+    # 448 = 7/8 · 2^9, so amax / 448 = (m / (7/8)) · 2^(e - 9) without a quotient that XLA might flush to zero; its
+    # ceil(log2) is e - 9, and one more where m > 7/8.
+    mantissa, exponent = jnp.frexp(amax)
+    power = exponent - 9 + (mantissa > 0.875).astype(exponent.dtype)
+    power = jnp.where(amax == 0, -127, jnp.clip(power, -127, 127))
     # ldexp in two halves, since 2^127 and 2^-127 are at and beyond the edge of float32.
     half = power // 2
     codes = jnp.ldexp(
@@ -139,7 +141,8 @@ def quantize_nvfp4(weight: Float[Array, "*shape"], *, global_scale_op: GlobalSca
     """
     blocks = _blocks(weight, NVFP4_BLOCK, "NVFP4")
     amax = jnp.max(jnp.abs(blocks), axis=(-3, -2, -1))
-    factor = jnp.where(amax == 0, 1.0, amax / (_E4M3_MAX * _E2M1_MAX))
+    factor = amax / (_E4M3_MAX * _E2M1_MAX)
+    factor = jnp.where(factor == 0, 1.0, factor)
     block_max = jnp.max(jnp.abs(blocks), axis=-1)
     scale = (block_max / _E2M1_MAX / jnp.broadcast_to(factor[..., None, None], block_max.shape)).astype(
         jnp.float8_e4m3fn

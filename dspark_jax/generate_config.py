@@ -87,7 +87,7 @@ class GenerateConfig:
         if not 0 <= self.confidence_threshold <= 1:
             raise ValueError(f"confidence_threshold must be in [0, 1], found {self.confidence_threshold}")
         if self.stop_token_ids is not None:
-            ids = tuple(self.stop_token_ids)
+            ids = tuple(self.stop_token_ids) if isinstance(self.stop_token_ids, tuple | list) else (None,)
             if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
                 raise ValueError(f"stop_token_ids must be token ids, found {self.stop_token_ids!r}")
             object.__setattr__(self, "stop_token_ids", ids)
