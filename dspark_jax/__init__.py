@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from dspark_jax.sampling import SamplingParams, request_keys
     from dspark_jax.sharding import ShardingRules
     from dspark_jax.stats import AcceptanceStats
-    from dspark_jax.streaming import StreamEvent, stream
+    from dspark_jax.streaming import StreamEvent, generate_text, stream
     from dspark_jax.target import MiniMaxTarget
-    from dspark_jax.text import Tokenizer, generate_text
+    from dspark_jax.text import Tokenizer
 
 # Name -> module. Loaded on first use, so that the converter's command line starts without jax.
 _PUBLIC = {
@@ -50,9 +50,9 @@ _PUBLIC = {
         "sampling": "SamplingParams request_keys",
         "sharding": "ShardingRules",
         "stats": "AcceptanceStats",
-        "streaming": "StreamEvent stream",
+        "streaming": "StreamEvent generate_text stream",
         "target": "MiniMaxTarget",
-        "text": "Tokenizer generate_text",
+        "text": "Tokenizer",
     }.items()
     for name in names.split()
 }

@@ -7,7 +7,6 @@ at `position`, and everything before it has keys and values in the caches.
 
 import dataclasses
 import functools
-import logging
 
 import jax
 import jax.numpy as jnp
@@ -15,63 +14,13 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from dspark_jax import sampling
-from dspark_jax.cache import DraftCache
 from dspark_jax.checkpoint import Model
-from dspark_jax.drafter import DSparkDrafter
 from dspark_jax.generate_config import FinishReason, GenerateConfig
 from dspark_jax.generation_state import Committed, Generation, GenerationState, StepRecord
 from dspark_jax.sampling import SamplingParams
+from dspark_jax.speculation import Plan, draft_block, expected_accepted, verify_block
 from dspark_jax.stats import AcceptanceStats
-from dspark_jax.target import MiniMaxTarget, last_row, token_positions
-
-log = logging.getLogger("dspark_jax")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Plan:
-    """What follows from model and config before anything runs."""
-
-    num_drafts: int
-    capture: tuple[int, ...]
-    stop_ids: tuple[int, ...]
-    verify: str
-
-    @classmethod
-    def of(cls, model: Model, config: GenerateConfig) -> "_Plan":
-        target = model.target.config
-        stop = target.eos_token_ids if config.stop_token_ids is None else config.stop_token_ids
-        beyond = [i for i in stop if i >= target.vocab_size]
-        if beyond:
-            raise ValueError(f"stop token {beyond[0]} lies outside the vocabulary of {target.vocab_size}")
-        if config.draft == "none":
-            log.info("decoding without drafts, prefill chunks of %d tokens", config.prefill_chunk)
-            return cls(num_drafts=0, capture=(), stop_ids=stop, verify="match")
-        if model.drafter is None:
-            raise ValueError(f"draft={config.draft!r} needs a drafter and this checkpoint has none; use draft='none'")
-        drafter = model.drafter.config
-        drafts = drafter.block_size if config.num_draft_tokens is None else config.num_draft_tokens
-        if drafts > drafter.block_size:
-            raise ValueError(f"num_draft_tokens {drafts} exceeds the drafter's block size {drafter.block_size}")
-        if config.confidence_threshold > 0 and not drafter.confidence_head:
-            raise ValueError("confidence_threshold needs a confidence head and this drafter has none; leave it at 0")
-        # A block that the threshold may shorten is a scheduled, ragged one.
-        ragged = config.confidence_threshold > 0 and config.verify == "block"
-        verify = config.ragged_verify if ragged else config.verify
-        forced = config.benchmark_forced_acceptance
-        if forced is not None:
-            if forced > drafts:
-                raise ValueError(f"benchmark_forced_acceptance {forced} exceeds the {drafts} drafts of a step")
-            log.warning(
-                "BENCHMARK ONLY: %s drafts a step are accepted whatever they are; the text means nothing", forced
-            )
-        log.info(
-            "speculative decoding: %d %s drafts a step, %s verification, drafter attention: %s",
-            drafts,
-            config.draft,
-            verify,
-            config.draft_attention or "best on this device",
-        )
-        return cls(num_drafts=drafts, capture=drafter.target_layer_ids, stop_ids=stop, verify=verify)
+from dspark_jax.target import last_row, token_positions
 
 
 def generate(
@@ -97,7 +46,7 @@ def generate(
       ValueError: shapes that do not belong together, a prompt longer than the target's context, or a config that the
         model cannot serve.
     """
-    plan = _Plan.of(model, config)
+    plan = Plan.of(model, config)
     state = _prefill(model, tokens, lengths, keys, params, config, plan)
     state = lax.while_loop(
         lambda s: jnp.any(s.finish_reason == FinishReason.RUNNING), lambda s: _step(model, s, config, plan)[0], state
@@ -116,13 +65,13 @@ def prefill(
     config: GenerateConfig,
 ) -> GenerationState:
     """Run the prompts through the target, fill the caches, sample each first token. Arguments as for `generate`."""
-    return _prefill(model, tokens, lengths, keys, params, config, _Plan.of(model, config))
+    return _prefill(model, tokens, lengths, keys, params, config, Plan.of(model, config))
 
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="state")
 def step(model: Model, state: GenerationState, *, config: GenerateConfig) -> tuple[GenerationState, Committed]:
     """One draft and one verification of every running row. `state` is donated: use the returned one from here on."""
-    return _step(model, state, config, _Plan.of(model, config))
+    return _step(model, state, config, Plan.of(model, config))
 
 
 def _prefill(
@@ -132,7 +81,7 @@ def _prefill(
     keys: Key[Array, " B"],
     params: SamplingParams,
     config: GenerateConfig,
-    plan: _Plan,
+    plan: Plan,
 ) -> GenerationState:
     target = model.target
     batch, width = tokens.shape
@@ -257,7 +206,7 @@ def _end_at_context(state: GenerationState, max_context: int) -> GenerationState
 
 
 def _step(
-    model: Model, state: GenerationState, config: GenerateConfig, plan: _Plan
+    model: Model, state: GenerationState, config: GenerateConfig, plan: Plan
 ) -> tuple[GenerationState, Committed]:
     target, drafts = model.target, plan.num_drafts
     drafter = model.drafter if drafts else None
@@ -270,7 +219,7 @@ def _step(
     log_q, draft_tokens = None, jnp.zeros((state.anchor.shape[0], 0), jnp.int32)
     if drafter is not None and state.draft_cache is not None:
         with jax.named_scope("draft"):
-            draft_tokens, log_q, lengths = _draft(
+            draft_tokens, log_q, lengths = draft_block(
                 drafter, target, state, state.draft_cache, keys, lengths, config, drafts
             )
     lengths = jnp.where(running, lengths, 0)
@@ -282,10 +231,10 @@ def _step(
         out = target(block, positions, state.cache, capture=plan.capture, logits="none")
         logits = target.lm_head.logits(out.hidden)
         log_p = sampling.target_log_probs(logits, state.params)
-        tokens, accepted = _verify(draft_tokens, log_q, log_p, keys, lengths, state, config, plan)
+        tokens, accepted = verify_block(draft_tokens, log_q, log_p, keys, lengths, state, config, plan)
         expected = None
         if config.expected_acceptance and drafts:
-            expected = _expected_accepted(draft_tokens, log_q, log_p, lengths)
+            expected = expected_accepted(draft_tokens, log_q, log_p, lengths)
     draft_cache = state.draft_cache
     if drafter is not None and draft_cache is not None:
         with jax.named_scope("draft_context"):
@@ -315,97 +264,6 @@ def _step(
     )
     state = _end_at_context(dataclasses.replace(state, stats=stats), target.config.max_context)
     return state, dataclasses.replace(committed, finish_reason=state.finish_reason)
-
-
-def _draft(
-    drafter: DSparkDrafter,
-    target: MiniMaxTarget,
-    state: GenerationState,
-    draft_cache: DraftCache,
-    keys: Array,
-    lengths: Int[Array, " B"],
-    config: GenerateConfig,
-    drafts: int,
-) -> tuple[Int[Array, "B K"], Float[Array, "B K V"] | None, Int[Array, " B"]]:
-    """-> draft tokens, the law each was drawn from (None: one-hot), how many of them to verify."""
-    own = drafter.config.own_embeddings
-    block = drafter.block(
-        state.anchor,
-        state.position,
-        draft_cache,
-        num_slots=drafts,
-        embed=None if own else target.embed_tokens,
-        head=None if own else target.lm_head,
-        implementation=config.draft_attention,
-    )
-    # The mask token marks a slot to be filled; a draft of it would only confuse the next block.
-    allowed = jnp.arange(block.base_logits.shape[-1]) != drafter.config.mask_token_id
-    draft = sampling.draft(
-        block.base_logits,
-        block.hidden,
-        state.anchor,
-        markov=drafter.markov_head,
-        temperature=jnp.asarray(state.params.temperature),
-        keys=keys,
-        method=config.draft,
-        allowed=allowed,
-    )
-    if drafter.confidence_head is not None and config.confidence_threshold > 0:
-        # Slot k's confidence is known before draft k is drawn, so cutting there cannot favour any token.
-        confidence = jax.nn.sigmoid(drafter.confidence_head(block.hidden, draft.prev_embeddings))
-        sure = confidence >= config.confidence_threshold
-        cut = jnp.where(jnp.all(sure, axis=1), drafts, jnp.argmin(sure, axis=1).astype(jnp.int32))
-        lengths = jnp.minimum(lengths, cut)
-    return draft.tokens, draft.log_q, lengths
-
-
-def _expected_accepted(
-    draft_tokens: Int[Array, "B K"],
-    log_q: Float[Array, "B K V"] | None,
-    log_p: Float[Array, "B N V"],
-    lengths: Int[Array, " B"],
-) -> Float[Array, "B 2"]:
-    """Drafts that `standard` and `block` accept on average over the coins."""
-    means = []
-    for method in ("standard", "block"):
-        _, h = sampling.acceptance(draft_tokens, log_q, log_p, method=method, draft_lengths=lengths)
-        means.append(sampling.expected_acceptance_length(h, method=method) - 1.0)
-    return jnp.stack(means, axis=-1)
-
-
-def _verify(
-    draft_tokens: Int[Array, "B K"],
-    log_q: Float[Array, "B K V"] | None,
-    log_p: Float[Array, "B N V"],
-    keys: Array,
-    lengths: Int[Array, " B"],
-    state: GenerationState,
-    config: GenerateConfig,
-    plan: _Plan,
-) -> tuple[Int[Array, "B N"], Int[Array, " B"]]:
-    """-> tokens (accepted drafts, the correction or bonus token, then -1), accepted drafts."""
-    if not plan.num_drafts:
-        return sampling.sample(log_p[:, 0], keys)[:, None], jnp.zeros_like(lengths)
-    if config.benchmark_forced_acceptance is not None:
-        rate = config.benchmark_forced_acceptance
-        done = state.step.astype(jnp.float32) * rate
-        accepted = jnp.minimum((jnp.floor(done) - jnp.floor(done - rate)).astype(jnp.int32), lengths)
-        row = jnp.take_along_axis(log_p, accepted[:, None, None], axis=1)[:, 0]
-        last = sampling.sample(row, keys)[:, None]
-        slot = jnp.arange(plan.num_drafts + 1, dtype=jnp.int32)[None, :]
-        tokens = jnp.pad(draft_tokens, [(0, 0), (0, 1)], constant_values=-1)
-        tokens = jnp.where(slot == accepted[:, None], last, jnp.where(slot < accepted[:, None], tokens, -1))
-        return tokens, accepted
-    verified = sampling.verify(
-        draft_tokens,
-        None if plan.verify == "match" else log_q,
-        log_p,
-        keys=keys,
-        method=plan.verify,
-        draft_lengths=lengths,
-        greedy=jnp.broadcast_to(sampling.is_greedy(jnp.asarray(state.params.temperature)), lengths.shape),
-    )
-    return verified.tokens, verified.num_accepted
 
 
 def target_logits(model: Model, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:

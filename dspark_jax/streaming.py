@@ -1,12 +1,13 @@
-"""Generation driven from the host: the step of `generate`, one event for each."""
+"""Generation driven from the host: the step of `generate`, one event for each, with text where there is a tokenizer."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 
-from dspark_jax.checkpoint import Model
+from dspark_jax.checkpoint import CheckpointError, Model, load
 from dspark_jax.generate_config import FinishReason, GenerateConfig
 from dspark_jax.generation import prefill, step
 from dspark_jax.generation_state import Generation, GenerationState
@@ -102,3 +103,49 @@ def _events(model, tokens, lengths, seeds, params, config, tokenizer, stop_strin
 
 def _with_reasons(state: GenerationState, reason: np.ndarray) -> GenerationState:
     return dataclasses.replace(state, finish_reason=jnp.asarray(reason, jnp.int32))
+
+
+def generate_text(
+    model: str | Path | Model,
+    texts: Sequence[str],
+    *,
+    tokenizer: Tokenizer | None = None,
+    params: SamplingParams | None = None,
+    config: GenerateConfig | None = None,
+    seeds: Sequence[int] | None = None,
+    chat: bool = False,
+    stop_strings: Sequence[str] = (),
+) -> list[str]:
+    """Continue each text.
+
+    Args:
+      model: a converted checkpoint's folder, or a loaded model together with `tokenizer`.
+      texts: one prompt a request; with `chat`, one user message each, put through the chat template.
+      tokenizer: needed where `model` is not a folder.
+      params: temperature and filters, `SamplingParams()` by default.
+      config: `GenerateConfig(max_new_tokens=128)` by default, without drafts where the checkpoint has no drafter.
+      seeds: one a request; 0, 1, 2, ... by default.
+      stop_strings: texts that end a request; neither they nor what follows is returned.
+
+    Returns:
+      the new text of each request.
+
+    Raises:
+      CheckpointError: no tokenizer, no chat template, or not a converted checkpoint.
+      ValueError: as `generate`.
+    """
+    if not isinstance(model, Model):
+        tokenizer = tokenizer or Tokenizer.load(model)
+        model = load(model)
+    if tokenizer is None:
+        raise CheckpointError("generate_text needs a tokenizer beside a loaded model: Tokenizer.load(path)")
+    if config is None:
+        config = GenerateConfig(max_new_tokens=128, draft="ancestral" if model.drafter is not None else "none")
+    encode = tokenizer.encode
+    prompts = [encode(tokenizer.chat([{"role": "user", "content": t}]) if chat else t) for t in texts]
+    pieces = [""] * len(prompts)
+    for event in stream(
+        model, prompts, params=params, seeds=seeds, config=config, tokenizer=tokenizer, stop_strings=stop_strings
+    ):
+        pieces = [a + b for a, b in zip(pieces, event.text, strict=True)]
+    return pieces
