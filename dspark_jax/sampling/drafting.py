@@ -1,7 +1,7 @@
 """Drawing tokens: one from a given law, and a block of drafts."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -11,7 +11,7 @@ from dspark_jax.sampling.filters import row_peak, scale
 from dspark_jax.sampling.keys import Purpose, draft_keys, gumbels, purpose_keys
 from dspark_jax.sampling.params import inverse_temperature, is_greedy
 
-Markov = Callable[[Array, Array, object], tuple[Array, Array, object]]
+Markov = Callable[[Array, Array, Any], tuple[Array, Array, Any]]
 
 
 class Draft(NamedTuple):
