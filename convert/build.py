@@ -20,8 +20,13 @@ def insert(tree: dict[str, Any], path: str, value: Any) -> None:
     tree[last] = value
 
 
-def build(piece: Piece) -> Arrays:
+def build(piece: Piece, *, into: Arrays | None = None) -> Arrays:
     """The stored arrays of a piece: one array for a dense format, else `codes`, `scale` and, for NVFP4, `global_scale`.
+
+    Args:
+      piece: what to build.
+      into: arrays that are no longer needed and fit: their memory is used again, because fresh pages cost as much
+        as the copy itself.
 
     Raises:
       ConversionError: a scale in the source is NaN.
@@ -33,7 +38,11 @@ def build(piece: Piece) -> Arrays:
     dtypes = {"codes": E4M3 if leaf.format.name == "mxfp8" else np.dtype(np.uint8), "": BF16}
     dtypes["scale"] = np.dtype(np.uint8) if leaf.format.name == "mxfp8" else E4M3
     dtypes["global_scale"] = np.dtype(np.float32)
-    out = {name: np.empty(shape, dtypes[name]) for name, (shape, _) in sizes.items()}
+    if into is None:
+        out = {name: np.empty(shape, dtypes[name]) for name, (shape, _) in sizes.items()}
+    else:
+        old = into if isinstance(into, dict) else {"": into}
+        out = {name: old[name].reshape(-1).view(dtypes[name]).reshape(shape) for name, (shape, _) in sizes.items()}
     for at, tensors in enumerate(leaf.tensors[piece.start : piece.stop]):
         if leaf.format != leaf.stored:
             _dequantize(leaf, tensors, out[""][at])
@@ -42,6 +51,14 @@ def build(piece: Piece) -> Arrays:
         for name, array in out.items():
             array[at] = one[name] if isinstance(one, dict) else one
     return out[""] if "" in out else out
+
+
+def fits(old: Arrays, piece: Piece) -> bool:
+    """Whether the memory of `old` can hold the arrays of `piece`."""
+    named = old if isinstance(old, dict) else {"": old}
+    sizes = piece.leaf.array_sizes(piece.stop - piece.start)
+    same = {k: a.nbytes for k, a in named.items()} == {k: n for k, (_, n) in sizes.items()}
+    return piece.leaf.stacked and same and all(a.flags.writeable for a in named.values())
 
 
 def _one(leaf: Leaf, tensors: Mapping[str, str]) -> Arrays:

@@ -1,14 +1,13 @@
 """One conversion from start to end: plan, write, assemble, verify, publish."""
 
 import dataclasses
-import math
 import shutil
 import time
 from pathlib import Path
 from typing import Any
 
 from convert import plan as planning
-from convert.build import build
+from convert.build import Arrays, build, fits
 from convert.destination import (
     FORMAT_VERSION,
     LAYOUT,
@@ -19,8 +18,10 @@ from convert.destination import (
     remove_leftovers,
 )
 from convert.errors import ConversionError
-from convert.plan import Plan, format_bytes
+from convert.layout import array_entries, describe_plan, layout_json
+from convert.plan import Plan
 from convert.progress import Progress
+from convert.sizes import format_bytes
 from convert.source import Source, describe, open_source
 
 # Metadata, manifests and small files beside the arrays.
@@ -50,10 +51,11 @@ class Options:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a conversion did: `seconds`, `written` bytes of arrays and `peak` anonymous bytes of this process."""
+    """What a conversion did: seconds in all and of writing, bytes of arrays written, peak anonymous memory in bytes."""
 
     plan: Plan
     seconds: float
+    writing: float
     written: int
     peak: int
     verified: bool
@@ -71,6 +73,8 @@ def convert(source_name: str, destination: Path, options: Options) -> Report:
       ConversionError: the message is one sentence and says what to do.
     """
     started = time.monotonic()
+    # A link would be replaced by the result instead of the folder that it names.
+    destination = destination.expanduser().resolve()
     finished = (destination / LAYOUT).exists() and (options.verify or options.resume)
     if not finished:
         check_destination(destination, resume=options.resume)
@@ -79,6 +83,7 @@ def convert(source_name: str, destination: Path, options: Options) -> Report:
     if finished:
         return _check_finished(source, destination, layout, options, started)
     plan = _plan(source, options)
+    _check_verify_memory(plan, options)
     partial = partial_folder(destination)
     if not partial.exists():
         _check_space(destination, plan)
@@ -94,28 +99,36 @@ def convert(source_name: str, destination: Path, options: Options) -> Report:
     }
     writer = Writer(destination, marker, resume=options.resume)
     try:
+        writing = time.monotonic()
         written, peak = _write(writer, plan)
+        writing = time.monotonic() - writing
         files = source.sidecars()
         layout = make_layout(source, plan, options, fingerprint)
-        result = writer.assemble(files | {LAYOUT: planning.layout_json(layout)})
+        result = writer.assemble(files | {LAYOUT: layout_json(layout)})
         if options.verify:
             peak = max(peak, _verify(result, plan, files))
         writer.publish()
     finally:
         writer.close()
-    return Report(plan=plan, seconds=time.monotonic() - started, written=written, peak=peak, verified=options.verify)
+    return Report(
+        plan=plan,
+        seconds=time.monotonic() - started,
+        writing=writing,
+        written=written,
+        peak=peak,
+        verified=options.verify,
+    )
 
 
 def make_layout(source: Source, plan: Plan, options: Options, fingerprint: str) -> dict[str, Any]:
     """The content of layout.json: what every array is, how it is stored, and where it came from."""
     from dspark_jax import __version__
 
-    arrays, skipped = planning.layout(plan)
+    arrays, skipped = array_entries(plan)
     return {
         "format_version": FORMAT_VERSION,
         "library_version": __version__,
         "weights": options.weights,
-        "max_memory": options.max_memory,
         "ignored_config_keys": list(options.ignore),
         "source": describe(source, fingerprint),
         "sparse_layers": list(source.target[1].sparse_layers) if source.target else [],
@@ -124,8 +137,10 @@ def make_layout(source: Source, plan: Plan, options: Options, fingerprint: str) 
     }
 
 
-def _plan(source: Source, options: Options) -> Plan:
-    return source.plan(weights=options.weights, max_memory=options.max_memory, batch_bytes=options.batch_bytes)
+def _plan(source: Source, options: Options, *, parts: dict[str, int] | None = None) -> Plan:
+    return source.plan(
+        weights=options.weights, max_memory=options.max_memory, batch_bytes=options.batch_bytes, parts=parts
+    )
 
 
 def _write(writer: Any, plan: Plan) -> tuple[int, int]:
@@ -134,15 +149,20 @@ def _write(writer: Any, plan: Plan) -> tuple[int, int]:
     left = [p for i in todo for p in plan.batches[i]]
     tensors, nbytes = sum(p.tensors for p in left), sum(p.nbytes for p in left)
     with Progress("convert", total_bytes=plan.nbytes, total_tensors=plan.used) as progress:
+        arrays: dict[str, Arrays] = {}
         progress.start_at(tensors=plan.used - tensors, nbytes=plan.nbytes - nbytes)
-        for at, batch in zip(todo, [*todo[1:], None], strict=True):
+        for done, at in enumerate(todo):
             pieces = plan.batches[at]
-            for piece in plan.batches[batch] if batch is not None else ():
+            for piece in plan.batches[todo[done + 1]] if done + 1 < len(todo) else ():
                 for name in piece.names:
                     piece.leaf.source.will_need(name)
-            arrays = {piece.path: build(piece) for piece in pieces}
+            old = arrays.popitem()[1] if len(arrays) == len(pieces) == 1 else None
+            arrays.clear()
+            if old is not None and not fits(old, pieces[0]):
+                old = None
+            arrays = {piece.path: build(piece, into=old) for piece in pieces}
+            del old
             writer.write(at, arrays)
-            del arrays
             progress.advance(tensors=sum(p.tensors for p in pieces), nbytes=sum(p.nbytes for p in pieces))
     return nbytes, progress.peak
 
@@ -165,10 +185,21 @@ def _check_finished(
         )
     if layout["source"]["fingerprint"] != source.fingerprint():
         raise ConversionError(f"{destination} was converted from another source; pass that, or choose another DST")
-    plan = _plan(source, dataclasses.replace(options, max_memory=layout["max_memory"]))
+    plan = _plan(source, options, parts={path: entry["parts"] for path, entry in layout["arrays"].items()})
+    _check_verify_memory(plan, options)
     peak = _verify(destination, plan, source.sidecars()) if options.verify else 0
     remove_leftovers(destination)
-    return Report(plan=plan, seconds=time.monotonic() - started, written=0, peak=peak, verified=options.verify)
+    return Report(
+        plan=plan, seconds=time.monotonic() - started, writing=0.0, written=0, peak=peak, verified=options.verify
+    )
+
+
+def _check_verify_memory(plan: Plan, options: Options) -> None:
+    if options.verify and plan.verify_memory > options.max_memory:
+        raise ConversionError(
+            f"--verify needs more than --max-memory {format_bytes(options.max_memory)}, as it holds an array twice; "
+            f"pass at least --max-memory {format_bytes(plan.verify_memory, up=True)}, or leave --verify away"
+        )
 
 
 def _check_space(destination: Path, plan: Plan) -> None:
@@ -185,37 +216,11 @@ def summary(report: Report) -> str:
     """A few lines about a finished conversion."""
     lines = [describe_plan(report.plan)]
     if report.written:
-        rate = report.written / max(report.seconds, 1e-9) / 1e6
+        rate = report.written / max(report.writing, 1e-9) / 1e6
         lines.append(
-            f"wrote {report.written:,} bytes in {report.seconds:.1f} s ({rate:.0f} MB/s), "
-            f"peak anonymous memory {format_bytes(report.peak)}"
+            f"wrote {report.written:,} bytes in {report.writing:.1f} s ({rate:.0f} MB/s), "
+            f"{report.seconds:.1f} s in all, peak anonymous memory {format_bytes(report.peak)}"
         )
     if report.verified:
         lines.append("verified: every array equals the source")
-    return "\n".join(lines)
-
-
-def describe_plan(plan: Plan) -> str:
-    """Tensors and bytes by format, what is skipped, and the size of the result."""
-    by_format: dict[str, list[int]] = {}
-    for leaf in plan.leaves:
-        name = leaf.format.name if leaf.format == leaf.stored else f"{leaf.stored.name} -> {leaf.format.name}"
-        count, values, size = by_format.setdefault(name, [0, 0, 0])
-        by_format[name] = [
-            count + sum(len(t) for t in leaf.tensors),
-            values + math.prod(leaf.parameter.shape),
-            size + leaf.nbytes(),
-        ]
-    tensors = plan.used + sum(count for count, _ in plan.skipped.values())
-    rows = [("", "tensors", "parameters", "bytes written")]
-    rows += [(n, f"{c:,}", f"{v:,}", f"{b:,}") for n, (c, v, b) in by_format.items()]
-    rows.append(("total", f"{plan.used:,}", f"{sum(v for _, v, _ in by_format.values()):,}", f"{plan.nbytes:,}"))
-    widths = [max(len(r[i]) for r in rows) for i in range(4)]
-    table = ["  ".join([r[0].ljust(widths[0]), *(r[i].rjust(widths[i]) for i in (1, 2, 3))]) for r in rows]
-    lines = [f"source: {tensors:,} tensors, {plan.source_bytes:,} bytes", *table]
-    for (pattern, reason), (count, size) in plan.skipped.items():
-        lines.append(f"skipped: {count:,} tensors, {size:,} bytes: {pattern} ({reason})")
-    split = f", {len(plan.parts)} of them in parts" if plan.parts else ""
-    lines.append(f"{len(plan.leaves):,} arrays{split} in {len(plan.batches):,} batches")
-    lines.append(f"expected peak of anonymous memory: {format_bytes(plan.memory)}")
     return "\n".join(lines)

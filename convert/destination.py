@@ -38,6 +38,9 @@ def read_layout(destination: Path) -> dict[str, Any]:
     path = destination / LAYOUT
     layout = read_json(path)
     check_version(layout.get("format_version"), path)
+    for key in ("weights", "source", "arrays"):
+        if key not in layout:
+            raise ConversionError(f"{path}: {key} is missing; delete {destination} and convert again")
     return layout
 
 
@@ -45,6 +48,8 @@ def check_destination(destination: Path, *, resume: bool) -> None:
     """Raise `ConversionError` if a conversion may not write to `destination`; changes nothing."""
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise ConversionError(f"{destination} is not empty; choose another DST, or delete it first")
+    if destination.is_mount():
+        raise ConversionError(f"{destination} is a mount point, which cannot be renamed to; name a folder inside it")
     partial = partial_folder(destination)
     if partial.exists() and not resume:
         raise ConversionError(f"{partial} holds an unfinished conversion; go on with --resume, or delete it")

@@ -102,18 +102,18 @@ def detect(source: Checkpoint, module: str, tensors: Mapping[str, str], paramete
     else:
         suffix = "bias" if "bias" in suffixes else "weight"
         if suffix not in suffixes:
-            fail(next(iter(tensors)), "is a scale without its weight; complete the checkpoint")
+            fail(min(suffixes), "is a scale without its weight; complete the checkpoint")
         extra = suffixes - {suffix}
         dtype = info(suffix).dtype
         if dtype in ("F8_E4M3", "F8_E5M2", "U8", "I8"):
             if extra:
-                fail(next(iter(extra)), f"is no scale of a known format ({dtype} weight); use MXFP8 or NVFP4")
+                fail(min(extra), f"is no scale of a known format ({dtype} weight); use MXFP8 or NVFP4")
             fail(suffix, f"is {dtype} but no scale lies beside it; complete the checkpoint")
         allowed = ("F32", "BF16") if parameter.kind == "wide" else ("BF16",)
         check(suffix, allowed, shape, "correct the config or cast the tensor")
         result = F32_FORMAT if parameter.kind == "wide" else BF16_FORMAT
     if extra:
-        fail(next(iter(extra)), f"does not belong to a weight of format {result.name}; remove it")
+        fail(min(extra), f"does not belong to a weight of format {result.name}; remove it")
     if result.name in ("mxfp8", "nvfp4") and parameter.kind != "linear":
         fail(next(iter(tensors)), f"is quantised ({result.name}), which this parameter cannot be; use bf16")
     return result

@@ -11,13 +11,15 @@ arrays/, one Orbax checkpoint. Until it is complete, everything lies in DST.part
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from convert.conversion import Options, convert, describe_plan, make_plan, summary
+from convert.conversion import Options, convert, make_plan, summary
 from convert.errors import ConversionError
-from convert.plan import parse_bytes
+from convert.layout import describe_plan
+from convert.sizes import parse_bytes
 
 
 def _size(text: str) -> int:
@@ -74,6 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         max_memory=args.max_memory,
         ignore=tuple(args.ignore_config_key),
     )
+    if "jax" not in sys.modules:
+        # Nothing is computed on a device; do not take the memory of one.
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
     try:
         if args.dry_run:
             print(describe_plan(make_plan(args.source, options)))

@@ -6,18 +6,17 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
 
 from convert import formats, names
 from convert.errors import ConversionError
 from convert.geometry import Parameter
 from convert.safetensors_reader import Checkpoint
+from convert.sizes import MIB, format_bytes
 
 Weights = Literal["native", "bf16"]
 
-MIB = 1 << 20
 # An array of this size or more is stored in chunks along its first axis, so that sharded readers take what they need.
 CHUNKED_FROM, CHUNKS = 256 * MIB, 16
 # Interpreter, jax, Orbax, their threads, scratch of a dequantisation; then the Python objects of each tensor.
@@ -136,7 +135,7 @@ class Plan:
       skipped: (name pattern, reason) -> tensors, bytes.
       used: source tensors that go into the destination.
       source_bytes: payload of all source tensors.
-      memory: largest anonymous memory expected, in bytes.
+      memory, verify_memory: largest anonymous memory expected of the conversion and of a verification, in bytes.
     """
 
     leaves: tuple[Leaf, ...]
@@ -146,6 +145,7 @@ class Plan:
     used: int
     source_bytes: int
     memory: int
+    verify_memory: int
 
     @property
     def nbytes(self) -> int:
@@ -267,8 +267,15 @@ def schedule(
     *,
     max_memory: int,
     batch_bytes: int = BATCH_BYTES,
+    parts: Mapping[str, int] | None = None,
 ) -> Plan:
     """Split and batch the leaves so that none needs more than `max_memory` bytes of anonymous memory.
+
+    Args:
+      leaves, skipped, sources: what to write, what not, and where it lies.
+      max_memory: the bound, in bytes.
+      batch_bytes: leaves are written together up to this size.
+      parts: path -> number of parts of an earlier conversion, which decides the splits instead of `max_memory`.
 
     Raises:
       ConversionError: even the smallest pieces need more; the message says how much.
@@ -276,19 +283,22 @@ def schedule(
     reserved = RESERVED + RESERVED_PER_TENSOR * sum(len(s.tensors) for s in sources)
     budget = max_memory - reserved
     least = max((leaf.cost(1) for leaf in leaves), default=0)
-    if least > budget:
+    if least > budget and parts is None:
         leaf = max(leaves, key=lambda x: x.cost(1))
         raise ConversionError(
             f"--max-memory {format_bytes(max_memory)} is not enough for {leaf.path}, which cannot be split further; "
             f"pass at least --max-memory {format_bytes(reserved + least, up=True)}"
         )
-    parts: dict[str, int] = {}
+    split: dict[str, int] = {}
     batches: list[list[Piece]] = []
     size = cost = 0
     for leaf in leaves:
-        count = next(n for n in range(1, leaf.rows + 1) if leaf.cost(math.ceil(leaf.rows / n)) <= budget)
+        if parts is not None:
+            count = parts.get(leaf.path, 1)
+        else:
+            count = next(n for n in range(1, leaf.rows + 1) if leaf.cost(math.ceil(leaf.rows / n)) <= budget)
         if count > 1:
-            parts[leaf.path] = count
+            split[leaf.path] = count
         bounds = [leaf.rows * i // count for i in range(count + 1)]
         for i in range(count):
             path = leaf.path if count == 1 else f"{leaf.path}/part_{i:03d}"
@@ -302,56 +312,14 @@ def schedule(
     return Plan(
         leaves=tuple(leaves),
         batches=tuple(map(tuple, batches)),
-        parts=parts,
+        parts=split,
         skipped=skipped,
         used=sum(len(t) for leaf in leaves for t in leaf.tensors),
         source_bytes=sum(s.nbytes for s in sources),
         memory=reserved + peak,
+        # An array is read into a buffer and from there into its place.
+        verify_memory=reserved + 2 * max((p.nbytes for b in batches for p in b), default=0),
     )
-
-
-def layout(plan: Plan) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The `arrays` and `skipped` entries of layout.json."""
-    arrays = {}
-    for leaf in plan.leaves:
-        entry: dict[str, Any] = {"format": leaf.format.name, "shape": list(leaf.parameter.shape)}
-        if leaf.format.global_scale:
-            entry["global_scale"] = leaf.format.global_scale
-        entry["parts"] = plan.parts.get(leaf.path, 1)
-        entry["source"] = source_pattern(leaf)
-        if leaf.stored != leaf.format:
-            entry["source_format"] = leaf.stored.name
-        arrays[leaf.path] = entry
-    skipped = [
-        {"names": pattern, "count": count, "reason": reason} for (pattern, reason), (count, _) in plan.skipped.items()
-    ]
-    return arrays, skipped
-
-
-def layout_json(layout: dict[str, Any]) -> bytes:
-    """layout.json with one array and one skipped group on a line."""
-
-    def lines(key: str) -> str:
-        value = layout[key]
-        if key == "arrays":
-            inner = [f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in value.items()]
-            return "{\n" + ",\n".join(inner) + "\n }"
-        if key == "skipped":
-            return "[\n" + ",\n".join(f"  {json.dumps(v)}" for v in value) + "\n ]" if value else "[]"
-        return json.dumps(value)
-
-    return ("{\n" + ",\n".join(f" {json.dumps(key)}: {lines(key)}" for key in layout) + "\n}\n").encode()
-
-
-def source_pattern(leaf: Leaf) -> str:
-    """The source tensors of a leaf in one string: alternatives in braces, expert numbers as a range."""
-    suffixes = [name.rpartition(".")[2] for name in leaf.tensors[0].values()]
-    first = next(iter(leaf.tensors[0].values()))
-    module = first.rpartition(".")[0]
-    if leaf.stacked:
-        module = re.sub(r"\.experts\.\d+\.", f".experts.{{0..{leaf.rows - 1}}}.", module)
-    tail = suffixes[0] if len(suffixes) == 1 else "{" + ",".join(sorted(suffixes)) + "}"
-    return f"{module}.{tail}"
 
 
 def _pattern(name: str) -> str:
@@ -361,24 +329,3 @@ def _pattern(name: str) -> str:
     if (at := f".{name}".find(".mtp.")) >= 0:
         return name[: at + 4] + "*"
     return re.sub(r"\d+", "*", name)
-
-
-def format_bytes(n: int, *, up: bool = False) -> str:
-    """Bytes as MiB or GiB; `up` rounds up, so that the text can be passed as an option."""
-    unit, name = (1 << 30, "GiB") if n >= 10 << 30 else (MIB, "MiB")
-    return f"{math.ceil(n / unit) if up else round(n / unit, 1):g}{name}"
-
-
-def parse_bytes(text: str) -> int:
-    """ "8GiB", "500 MB", "123456" -> bytes. Raises `ValueError` with a sentence."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
-    if not match:
-        raise ValueError(f"{text!r} is no size; write for example 8GiB or 500MB")
-    base = 1024 if match[3] else 1000
-    power = " KMGT".index(match[2].upper() or " ")
-    return int(float(match[1]) * base**power)
-
-
-def find_drafter(folder: Path) -> Path | None:
-    """The bundled drafter's folder, where there is one."""
-    return folder / "dspark" if (folder / "dspark" / "config.json").is_file() else None

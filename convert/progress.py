@@ -1,5 +1,7 @@
 """Memory of this process, and a progress bar that shows it."""
 
+import contextlib
+import ctypes
 import threading
 from types import TracebackType
 
@@ -17,6 +19,12 @@ def anonymous_memory() -> int:
     return 0
 
 
+def release_memory() -> None:
+    """Give freed memory back to the system: glibc keeps the copies of chunks otherwise, one more set for each batch."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
 class Progress:
     """A bar of bytes, tensors, rate, memory and time left; silent when stderr is no terminal.
 
@@ -28,7 +36,7 @@ class Progress:
     def __init__(self, what: str, *, total_bytes: int, total_tensors: int):
         self.peak = anonymous_memory()
         self.tensors = self.nbytes = 0
-        self._what, self._total = what, total_tensors
+        self._total = total_tensors
         # disable=None: tqdm looks whether stderr is a terminal.
         self._bar = tqdm(total=total_bytes, unit="B", unit_scale=True, desc=what, disable=None, dynamic_ncols=True)
         self._stop = threading.Event()

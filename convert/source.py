@@ -75,18 +75,34 @@ class Source:
         return digest.hexdigest()
 
     def plan(
-        self, *, weights: planning.Weights, max_memory: int, batch_bytes: int = planning.BATCH_BYTES
+        self,
+        *,
+        weights: planning.Weights,
+        max_memory: int,
+        batch_bytes: int = planning.BATCH_BYTES,
+        parts: Mapping[str, int] | None = None,
     ) -> planning.Plan:
-        """What to write. Raises `ConversionError` for a tensor that is unknown, missing or does not fit."""
+        """What to write; arguments as of `plan.schedule`.
+
+        Raises:
+          ConversionError: a tensor is unknown, missing or does not fit.
+        """
         leaves: list[planning.Leaf] = []
         skipped: dict[tuple[str, str], tuple[int, int]] = {}
+        parts_of_source = []
         if self.target:
-            found, left = planning.collect(self.target[0], "target", target_parameters(self.target[1]), weights)
-            leaves, skipped = leaves + found, skipped | left
+            parts_of_source.append((self.target[0], "target", target_parameters(self.target[1])))
         if self.drafter:
-            found, left = planning.collect(self.drafter[0], "drafter", drafter_parameters(self.drafter[1]), weights)
-            leaves, skipped = leaves + found, skipped | left
-        return planning.schedule(leaves, skipped, self.checkpoints, max_memory=max_memory, batch_bytes=batch_bytes)
+            parts_of_source.append((self.drafter[0], "drafter", drafter_parameters(self.drafter[1])))
+        for checkpoint, part, parameters in parts_of_source:
+            found, left = planning.collect(checkpoint, part, parameters, weights)
+            leaves += found
+            for key, (count, size) in left.items():
+                before = skipped.get(key, (0, 0))
+                skipped[key] = before[0] + count, before[1] + size
+        return planning.schedule(
+            leaves, skipped, self.checkpoints, max_memory=max_memory, batch_bytes=batch_bytes, parts=parts
+        )
 
 
 def open_source(name: str, *, ignore: Sequence[str] = (), offline: bool = False) -> Source:
@@ -106,7 +122,7 @@ def open_source(name: str, *, ignore: Sequence[str] = (), offline: bool = False)
         return Source(name, folder, None, _drafter(folder, config, ignore))
     target = _target(folder, config, ignore)
     drafter = None
-    if (bundled := planning.find_drafter(folder)) is not None:
+    if (bundled := _bundled_drafter(folder)) is not None:
         drafter = _drafter(bundled, _config(bundled / "config.json"), ignore)
         with _config_errors(bundled / "config.json"):
             drafter[1].check_target(target[1])
@@ -138,6 +154,11 @@ def _resolve(name: str, *, offline: bool) -> Path:
         ) from e
 
 
+def _bundled_drafter(folder: Path) -> Path | None:
+    """The bundled drafter's folder, where there is one."""
+    return folder / "dspark" if (folder / "dspark").is_dir() else None
+
+
 def _config(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ConversionError(f"{path} is missing; a checkpoint folder holds its config.json")
@@ -149,9 +170,11 @@ def _config(path: Path) -> dict[str, Any]:
 def _check_quantization(config: Mapping[str, Any], path: Path) -> None:
     """The formats come from the tensors; the config only must not announce one that is not known here."""
     text = config.get("text_config")
-    entry = config.get("quantization_config") or (text or {}).get("quantization_config")
+    entry = config.get("quantization_config") or (text.get("quantization_config") if isinstance(text, dict) else None)
     if entry is None:
         return
+    if not isinstance(entry, dict):
+        raise ConversionError(f"{path}: quantization_config must be an object, found {entry!r}; correct the config")
     method = entry.get("quant_method")
     if method not in QUANT_METHODS:
         raise ConversionError(
@@ -166,10 +189,10 @@ def _check_quantization(config: Mapping[str, Any], path: Path) -> None:
         layers = entry.get("quantized_layers") or {}
         for where, layer in [("quant_algo", entry), *layers.items()]:
             known = MODELOPT_ALGORITHMS if layer is entry else MODELOPT_ALGORITHMS[1:]
-            if layer.get("quant_algo") not in known:
+            algorithm = layer.get("quant_algo") if isinstance(layer, dict) else layer
+            if algorithm not in known:
                 raise ConversionError(
-                    f"{path}: quantization_config.{where} asks for {layer.get('quant_algo')!r}; "
-                    f"known here: {', '.join(known)}"
+                    f"{path}: quantization_config.{where} asks for {algorithm!r}; known here: {', '.join(known)}"
                 )
 
 

@@ -7,13 +7,12 @@ Everything is made in `DST.partial`:
     batches/0007     one finished batch: an Orbax partial save of its own, renamed into place when complete
     result/          the destination, assembled from the batches by hard links and renamed to DST as the last step
 
-Batches are partial saves of their own because `partial.save` reads the metadata of all earlier calls of a session
-(seen: 2 s a call after 200 calls), and because `partial.finalize` cannot be repeated after a kill: here it works on
+Batches are partial saves of their own because `partial.save` reads the metadata of all earlier calls (seen:
+2 s a call after 200 calls), and because `partial.finalize` cannot be repeated after a kill: here it works on
 links and starts again from batches that it never touched.
 """
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import json
@@ -29,12 +28,13 @@ from convert.build import Arrays, insert
 from convert.destination import check_destination, check_version, partial_folder, sync_folder, write_file
 from convert.errors import ConversionError
 from convert.plan import CHUNKED_FROM, CHUNKS
+from convert.progress import release_memory
 from convert.safetensors_reader import read_json
 
 ARRAYS = "arrays"
 # What one Orbax partial save leaves in its folder; anything else is a layout that `_merge` does not know.
-_SESSION = f"{ARRAYS}.partial_save"
-_PENDING = f"{_SESSION}.pending_"
+_PARTIAL = f"{ARRAYS}.partial_save"
+_PENDING = f"{_PARTIAL}.pending_"
 _STATE_JSON = ("_METADATA", "_sharding")
 # What the entries of the marker are called in a message.
 _MARKER_NAMES = {"source": "source", "weights": "--weights", "plan": "--max-memory or version of this program"}
@@ -44,7 +44,7 @@ class Writer:
     """The folder `DST.partial` of one conversion.
 
     Args:
-      destination: DST, which appears complete in `finish` and not before.
+      destination: DST, which appears complete in `publish` and not before.
       marker: what identifies the conversion (JSON values).
       resume: go on with a folder that is there; without it, such a folder is an error.
 
@@ -109,7 +109,7 @@ class Writer:
                 ocp.partial.save(str(temporary / ARRAYS), tree)
             os.rename(temporary, self._batches / f"{batch:04d}")
             sync_folder(self._batches)
-        _release_memory()
+        release_memory()
 
     def assemble(self, files: Mapping[str, bytes]) -> Path:
         """Make the destination in `result` from the batches and `files` (relative path -> content) -> `result`."""
@@ -120,7 +120,7 @@ class Writer:
             for name, content in files.items():
                 (self.result / name).parent.mkdir(parents=True, exist_ok=True)
                 write_file(self.result / name, content)
-            _merge(sorted(self._batches.iterdir()), self.result / _SESSION)
+            _merge(sorted(self._batches.iterdir()), self.result / _PARTIAL)
             with _context():
                 ocp.partial.finalize(str(self.result / ARRAYS))
             for folder, _, names in os.walk(self.result):
@@ -148,7 +148,6 @@ def _context() -> ocp.Context:
     # Codes do not compress: compression costs time and saves nothing. Nothing changes an array while it is written.
     context.array.saving.use_compression = False
     context.memory.deepcopy_host_arrays = False
-
     context.array.saving.scoped_storage_options_creator = _storage
     return context
 
@@ -166,15 +165,15 @@ def _storage(key: Any, value: Any) -> ocp.options.ArrayOptions.Saving.StorageOpt
     return None
 
 
-def _merge(batches: list[Path], session: Path) -> None:
-    """Link the partial saves of all batches into one session whose metadata is the union of theirs."""
-    pending = session / f"{_PENDING}0_{'0' * 32}"
+def _merge(batches: list[Path], into: Path) -> None:
+    """Link the partial saves of all batches into one whose metadata is the union of theirs."""
+    pending = into / f"{_PENDING}0_{'0' * 32}"
     state = pending / "state"
     state.mkdir(parents=True)
     merged: dict[str, dict[str, Any]] = {}
     array_metadata: dict[str, dict[str, Any]] = {}
     for at, batch in enumerate(batches):
-        saves = list((batch / _SESSION).glob(f"{_PENDING}*"))
+        saves = list((batch / _PARTIAL).glob(f"{_PENDING}*"))
         if len(saves) != 1:
             raise ConversionError(f"{batch} holds {len(saves)} Orbax saves instead of one; delete it and resume")
         for item in saves[0].iterdir():
@@ -217,12 +216,6 @@ def _link(source: str, target: str) -> None:
         if e.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
             raise
         shutil.copyfile(source, target)  # a file system without hard links
-
-
-def _release_memory() -> None:
-    """Give freed memory back to the system: glibc keeps the copies of chunks otherwise, one more set for each batch."""
-    with contextlib.suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 @contextlib.contextmanager

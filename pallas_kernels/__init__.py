@@ -16,6 +16,23 @@ wraps. What must hold:
     - every slot of a page that holds a visible key is finite: let caches start as zeros. Other pages are not looked at.
 
 The log-sum-exp is the natural one of the scaled scores, in float32; -inf (and out 0) where a query sees no key.
+
+Implementations, in the order in which `implementation=None` tries them:
+
+    ==========  ==========================  =================  ==============  ========================================
+    name        device                      dtypes             head sizes      other limits
+    ==========  ==========================  =================  ==============  ========================================
+    "mosaic"    Hopper (sm_90)              bf16, fp16         64, 128, 192,   pages of 8, 16, 32, 64 or a multiple of
+                                                               256             128 slots; at most 64 query heads a KV
+                                                                               head; blocks of at most 64
+    "triton"    NVIDIA from Ampere on,      bf16, fp16         up to 256
+                with jax-triton installed
+    "xla"       any                         bf16, fp16, fp32   any             has derivatives
+    ==========  ==========================  =================  ==============  ========================================
+
+All run under `jit` and inside `lax.while_loop` without a word to the host, and fold `vmap` into the batch. "mosaic" is
+fastest when the page table has a multiple of 4 entries a row and a group has 8, 16, 32 or 64 query heads (others are
+padded to the next). Under a mesh, call them inside `shard_map`: XLA cannot split a kernel that it cannot look into.
 """
 
 from pallas_kernels.block_attention.api import block_attention

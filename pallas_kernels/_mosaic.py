@@ -3,6 +3,7 @@
 Besides the names that the kernels use, it hides what the interpreter on the CPU cannot run.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -21,6 +22,9 @@ SMEM, Barrier, Layout = plgpu.SMEM, plgpu.Barrier, plgpu.Layout
 barrier_arrive, barrier_wait = plgpu.barrier_arrive, plgpu.barrier_wait
 copy_to_shared, copy_to_global = plgpu.copy_gmem_to_smem, plgpu.copy_smem_to_gmem
 commit_shared, set_max_registers = plgpu.commit_smem, plgpu.set_max_registers
+
+# A copy that may leave its array goes through a tensor map and wants 128-byte addresses in shared memory; this one 16.
+copy_within = functools.partial(plgpu.copy_gmem_to_smem, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
 
 ROWS = 64  # rows of one wgmma, and so of one warpgroup
 SHARED_MEMORY = 232_448  # bytes a block may use on sm_90

@@ -1,18 +1,27 @@
 """Small models for tests of generation, the jitted `generate` that they share, and laws computed without it."""
 
+import contextlib
 import functools
 import itertools
+import json
+import shutil
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import drafter_cases
 import golden
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
+import safetensors.numpy
 import scipy.stats
+from flax import nnx
 
 import dspark_jax as ds
+from convert import minimax
+from dspark_jax.commands.demo import BUNDLED
 from dspark_jax.drafter import DSparkDrafter
 from dspark_jax.target import MiniMaxTarget
 
@@ -29,6 +38,16 @@ def jit_generate():
 
 
 run = jit_generate()
+
+
+@contextlib.contextmanager
+def unchecked():
+    """Without the type checker of the tests: values of the wrong type get as far as they do at a user's."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    try:
+        yield
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def target_config(**changes: Any) -> ds.TargetConfig:
@@ -206,3 +225,120 @@ def chi_square(tokens: np.ndarray, law: np.ndarray) -> tuple[float, float]:
 def passes(tokens: np.ndarray, law: np.ndarray) -> bool:
     statistic, critical = chi_square(tokens, law)
     return statistic <= critical
+
+
+# Parameter path -> tensor name, for models without experts. Written out here: the converter's table is under test.
+_TENSORS = {
+    "embed_tokens": "model.embed_tokens",
+    "lm_head": "lm_head",
+    "norm": "model.norm",
+    "input_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+}
+
+
+def _tensor_name(path: tuple) -> str:
+    """Name of a target's tensor in a published checkpoint."""
+    parts = [str(p) for p in path]
+    if parts[0] == "layers":
+        name = ".".join(parts[2:]).replace("attention.indexer.", "self_attn.index_").replace("attention.", "self_attn.")
+        name = name.replace("post_self_attn.", "post_attention.")
+        first, *rest = name.split(".")
+        return f"language_model.model.layers.{parts[1]}." + ".".join([_TENSORS.get(first, first), *rest])
+    return f"language_model.{_TENSORS[parts[0]]}.{parts[1]}"
+
+
+def _draft_tensor_name(path: tuple) -> str:
+    parts = [str(p) for p in path]
+    name = ".".join(parts)
+    for ours, theirs in (("markov_head.w", "markov_head.markov_w"), ("confidence_head.", "confidence_head.proj.")):
+        name = name.replace(ours, theirs)
+    if parts[0] == "layers":
+        name = name.replace("attention.", "self_attn.").replace("post_self_attn", "post_attention")
+        name = name.replace("input_norm", "input_layernorm").replace("post_attention_norm", "post_attention_layernorm")
+        layer, rest = name.split(".", 2)[1:]
+        name = f"layers.{layer}.decoder_layer.{rest}"
+    name = "final_norm.weight" if name == "norm.weight" else name
+    return f"language_model.model.dspark.{name}"
+
+
+def write_source(folder: Path, model: "ds.Model", *, tokenizer: bool = True) -> Path:
+    """A toy as a checkpoint in the published layout, bf16, with the tokenizer of the bundled one."""
+    parts = [(model.target, folder, _tensor_name, golden.hf_config(TRACED), target_fields)]
+    if model.drafter is not None:
+        config = drafter_cases.hf_config(drafter_cases.MINIMAX)
+        parts.append((model.drafter, folder / "dspark", _draft_tensor_name, config, drafter_fields))
+    for module, where, name_of, config, fields in parts:
+        where.mkdir(parents=True)
+        state = nnx.to_flat_state(nnx.state(module, nnx.Param))
+        tensors = {name_of(path): np.asarray(p.get_value()) for path, p in state}
+        safetensors.numpy.save_file(tensors, where / "model.safetensors")
+        index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, "model.safetensors")}
+        (where / "model.safetensors.index.json").write_text(json.dumps(index))
+        config.pop("quantization_config")
+        config["text_config"] |= fields(module.config)
+        (where / "config.json").write_text(json.dumps(config))
+    if tokenizer:
+        shutil.copy(BUNDLED / "tokenizer.json", folder)
+    return folder
+
+
+def target_fields(c: "ds.TargetConfig") -> dict[str, Any]:
+    """What `config.json` says about a toy."""
+    return dict(
+        vocab_size=c.vocab_size,
+        hidden_size=c.hidden_size,
+        num_hidden_layers=c.num_layers,
+        num_attention_heads=c.num_heads,
+        num_key_value_heads=c.num_kv_heads,
+        head_dim=c.head_dim,
+        rotary_dim=c.rotary_dim,
+        partial_rotary_factor=c.rotary_dim / c.head_dim,
+        rope_theta=c.rope_theta,
+        rms_norm_eps=c.norm_eps,
+        dense_intermediate_size=c.dense_mlp_size,
+        max_position_embeddings=c.max_context,
+        moe_layer_freq=[int(m) for m in c.moe_layers],
+        sparse_attention_config=golden.hf_config(TRACED)["text_config"]["sparse_attention_config"]
+        | dict(
+            sparse_index_dim=c.index_head_dim,
+            sparse_num_index_heads=c.index_heads,
+            sparse_topk_blocks=c.top_k_blocks,
+            sparse_block_size=c.block_size,
+            sparse_disable_index_value=[1] * c.num_layers,
+            sparse_attention_freq=[int(s) for s in c.sparse_layers],
+        ),
+    )
+
+
+def drafter_fields(c: "ds.DrafterConfig") -> dict[str, Any]:
+    """What `dspark/config.json` says about a toy's drafter."""
+    return dict(
+        vocab_size=c.vocab_size,
+        hidden_size=c.hidden_size,
+        num_hidden_layers=c.num_layers,
+        num_attention_heads=c.num_heads,
+        num_key_value_heads=c.num_kv_heads,
+        head_dim=c.head_dim,
+        rotary_dim=c.rotary_dim,
+        partial_rotary_factor=c.rotary_dim / c.head_dim,
+        rope_theta=c.rope_theta,
+        rms_norm_eps=c.norm_eps,
+        dense_intermediate_size=c.mlp_size,
+        dspark_ffn_hidden_size=c.mlp_size,
+        swiglu_limit=c.swiglu_limit,
+        max_position_embeddings=c.max_context,
+        moe_layer_freq=[0] * c.num_layers,
+        layer_types=["sliding_attention"] * c.num_layers,
+        sliding_window=c.window,
+        dspark_block_size=c.block_size,
+        dspark_noise_token_id=c.mask_token_id,
+        dspark_target_layer_ids=list(c.target_layer_ids),
+        dspark_markov_rank=c.markov_rank,
+    )
+
+
+def convert(source: Path, destination: Path, *options: str) -> Path:
+    """Run the converter's command line in this process."""
+    assert minimax.main([str(source), str(destination), *options]) == 0
+    return destination

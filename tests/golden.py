@@ -93,7 +93,7 @@ def _converted() -> tempfile.TemporaryDirectory:
 
 @functools.cache
 def converted(name: str) -> Path:
-    """The golden checkpoint as the converter writes it, once a session."""
+    """The golden checkpoint as the converter writes it; made once a run."""
     folder = Path(_converted().name) / name
     convert(str(DATA / name), folder, Options())
     return folder
@@ -160,9 +160,9 @@ def padded(rows: Sequence[np.ndarray], tokens: int, starts: Sequence[int] | None
     return jnp.asarray(ids), jnp.asarray(positions)
 
 
-@functools.partial(jax.jit, static_argnames="capture")
-def forward(m: MiniMaxTarget, tokens, positions, cache, *, capture: tuple[int, ...] = ()) -> TargetOutput:
-    return m(tokens, positions, cache, capture=capture)
+@functools.partial(jax.jit, static_argnames=("capture", "logits"))
+def forward(m: MiniMaxTarget, tokens, positions, cache, *, capture=(), logits="all") -> TargetOutput:
+    return m(tokens, positions, cache, capture=capture, logits=logits)
 
 
 def run(m: MiniMaxTarget, rows: Sequence[np.ndarray], *, jit: bool = True) -> TargetOutput:

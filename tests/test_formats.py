@@ -19,7 +19,7 @@ E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn)
 FINITE = np.isfinite(E4M3.astype(np.float32))
 E2M1_VALUES = np.asarray([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float64)
 E2M1_VALUES = np.concatenate([E2M1_VALUES, -E2M1_VALUES])
-TINY = np.finfo(np.float32).tiny
+TINY = float(np.finfo(np.float32).tiny)
 EXACT = functools.partial(np.testing.assert_array_equal, strict=True)
 
 few = settings(max_examples=25, deadline=None)
@@ -136,9 +136,10 @@ def brute_force_e4m3(x: np.ndarray) -> np.ndarray:
     return values[np.where(even.any(-1), even.argmax(-1), tied.argmax(-1))]
 
 
-# Sizes that weights have and far more. Below 2^-100 the scales themselves leave float32.
-sizes = st.floats(2.0**-100, 2.0**40, width=32)
-weights_of = functools.partial(arrays.arrays, np.float32, elements=sizes | sizes.map(lambda x: -x) | st.just(0.0))
+def weights_of(shape: tuple[int, ...], least: float):
+    """Weights of either sign and of sizes from `least` to far more than any weight has, and zeros."""
+    sizes = st.floats(least, 2.0**40, width=32)
+    return arrays.arrays(np.float32, shape, elements=sizes | sizes.map(lambda x: -x) | st.just(0.0))
 
 
 def check_quantised_mxfp8(quantise, weight: np.ndarray) -> None:
@@ -154,7 +155,7 @@ def check_quantised_mxfp8(quantise, weight: np.ndarray) -> None:
 
 
 @few
-@given(weights_of((2, 64)))
+@given(weights_of((2, 64), TINY))
 def test_mxfp8_quantises_to_the_nearest(weight):
     check_quantised_mxfp8(formats.quantize_mxfp8, weight)
 
@@ -308,9 +309,16 @@ def check_quantised_nvfp4(quantise, weight: np.ndarray, op: str) -> None:
 
 
 @few
-@given(weights_of((2, 3, 32)), st.sampled_from(OPS))
+@given(weights_of((2, 3, 32), 2.0**-100), st.sampled_from(OPS))
 def test_nvfp4_quantises_to_the_nearest(weight, op):
     check_quantised_nvfp4(formats.quantize_nvfp4, weight, op)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_nvfp4_of_a_matrix_too_small_for_a_global_scale_is_zero(op):
+    """amax / 2688 is below 2^-126 here: divided by a scale of 0, the codes would be NaN."""
+    q = formats.quantize_nvfp4(jnp.full((2, 16), 2.0**-120, jnp.float32), global_scale_op=op)
+    EXACT(np.asarray(formats.dequantize(q)), np.zeros((2, 16), np.float32))
 
 
 def nvfp4_ties() -> np.ndarray:

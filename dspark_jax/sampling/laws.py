@@ -99,6 +99,7 @@ def residual_log_probs(
         )
     log_q, log_p = _common_dtype(log_q, log_p)
     batch, slots = log_rho.shape
+    num_accepted = num_accepted.astype(jnp.int32)
     lengths = verified_lengths(log_rho, draft_lengths)
     rows = jnp.arange(batch, dtype=jnp.int32)
     slot = jnp.minimum(num_accepted, slots - 1)
@@ -160,7 +161,7 @@ def check_shapes(slots: Array, log_q: Array | None, log_p: Array, *, method: str
 
 
 def _common_dtype(log_q: Array | None, log_p: Array) -> tuple[Array | None, Array]:
-    dtype = jnp.promote_types(log_p.dtype, jnp.float32)
+    dtype = log_p.dtype if jnp.finfo(log_p.dtype).bits > 32 else jnp.float32
     return (None if log_q is None else log_q.astype(dtype)), log_p.astype(dtype)
 
 

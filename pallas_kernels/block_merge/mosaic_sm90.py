@@ -52,7 +52,7 @@ def merge_future_block_mosaic(
     per_block = gpu.ROWS // padded
 
     def body(*refs: Any, **s: Any) -> None:
-        g = dict(zip(("out", "lse", "q", "k", "v", "new_out", "new_lse"), refs, strict=True))
+        g: dict[str, Any] = dict(zip(("out", "lse", "q", "k", "v", "new_out", "new_lse"), refs, strict=True))
         row, head, rows = (lax.axis_index(x) for x in ("row", "head", "rows"))
         heads = gpu.ds(head * padded, padded)
         zero = row * 0  # a start that is not static: rows past the array are filled with zeros
@@ -63,8 +63,8 @@ def merge_future_block_mosaic(
                 gpu.when(query < k)(functools.partial(action, query, gpu.ds(i * padded, padded)))
 
         def load(query: Any, at: Any) -> None:
-            for name in ("q", "out", "lse"):
-                gpu.copy_to_shared(g[name].at[row, query, heads], s[name].at[at], s["ready"])
+            for name, copy in (("q", gpu.copy_to_shared), ("out", gpu.copy_to_shared), ("lse", gpu.copy_within)):
+                copy(g[name].at[row, query, heads], s[name].at[at], s["ready"])
 
         each_query(load)
         for name in ("k", "v"):

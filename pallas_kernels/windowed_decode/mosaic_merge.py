@@ -23,7 +23,7 @@ def merge_splits(
         values, merged_lse = merge_rows(
             splits,
             lambda i: gpu.load_global(part_lse.at[row, head, i, mine], 1),
-            lambda i: gpu.load_global(part.at[row, head, i, mine, share], 2).astype(jnp.float32),
+            lambda i: gpu.load_global(part.at[row, head, i, mine, share], 2),
         )
         out_rows[...] = values.astype(dtype)
         lse_rows[...] = merged_lse * LN_2

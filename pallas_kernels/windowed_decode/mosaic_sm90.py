@@ -5,7 +5,6 @@ own 64 query rows each (queries x heads of a group); one more warpgroup keeps th
 tiles at the edges of what is visible are masked.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -17,90 +16,10 @@ from pallas_kernels import _dispatch
 from pallas_kernels import _mosaic as gpu
 from pallas_kernels import _mosaic_softmax as softmax
 from pallas_kernels.windowed_decode.mosaic_merge import merge_splits
-from pallas_kernels.windowed_decode.tuning import Tuning, choose_tuning, shared_memory_bytes
+from pallas_kernels.windowed_decode.mosaic_problem import Problem, describe, plan
+from pallas_kernels.windowed_decode.tuning import Tuning
 
-NO_WINDOW = 2**30
-TABLE_PIECE = 256  # entries the copy engine takes at once
-MOST_TABLE_ENTRIES = 2048  # longer page tables are read where they are
-
-
-@dataclasses.dataclass(frozen=True)
-class Problem:
-    """What is known when the kernel is built. `group` divides 64 and is a multiple of 8."""
-
-    batch: int
-    queries: int
-    kv_heads: int
-    group: int
-    head_dim: int
-    page: int
-    entries: int
-    dtype: Any
-    window: int | None
-    scale: float
-    block: bool
-    causal: bool
-
-    @property
-    def queries_per_warpgroup(self) -> int:
-        return gpu.ROWS // self.group
-
-    @property
-    def warpgroups(self) -> int:
-        # Two accumulators of 256 columns and their scores do not fit in the registers of one block.
-        return 1 if self.queries <= self.queries_per_warpgroup or self.head_dim > 128 else 2
-
-    @property
-    def chunks(self) -> int:
-        return -(-self.queries // (self.queries_per_warpgroup * self.warpgroups))
-
-    @property
-    def heads(self) -> int:
-        return self.batch * self.kv_heads * self.chunks
-
-    @property
-    def table_entries(self) -> int:
-        """Entries of the page table that are copied to shared memory; 0: they are read where they are.
-
-        The copy engine moves multiples of 16 bytes from multiples of 16 bytes, so a row may bring neighbours along.
-        """
-        if self.entries > MOST_TABLE_ENTRIES or self.batch * self.entries % 4:
-            return 0
-        return self.entries if self.entries % 4 == 0 else -(-(self.entries + 3) // 4) * 4
-
-    @property
-    def reach(self) -> int:
-        return NO_WINDOW if self.window is None else self.window
-
-
-def describe(
-    q: Any, k_pages: Any, page_table: Any, *, window: int | None, scale: float, block: bool, causal: bool = False
-) -> Problem:
-    b, k, hq, d = q.shape
-    _, page, hkv, _ = k_pages.shape
-    group, entries = gpu.padded_group(hq // hkv), page_table.shape[1]
-    return Problem(b, k, hkv, group, d, page, entries, q.dtype, window, scale, block, causal)
-
-
-def plan(problem: Problem, multiprocessors: int = 132, tuning: Tuning | None = None) -> Tuning:
-    """The tuning for a problem, or NotImplementedError with the reason why the kernel cannot serve it."""
-    p, capacity = problem, problem.page * problem.entries
-    gpu.require_half(p.dtype)
-    if tuning is None:
-        keys = capacity if p.window is None else min(p.window - 1 + p.queries, capacity)
-        tuning = choose_tuning(heads=p.heads, head_dim=p.head_dim, keys=keys, multiprocessors=multiprocessors)
-    if p.page % 8 or (tuning.tile % p.page and p.page % tuning.tile):
-        raise NotImplementedError(
-            f"the Mosaic kernel takes pages of 8, 16, 32, 64 or a multiple of {tuning.tile} slots, got {p.page}."
-        )
-    if p.block and p.queries > gpu.ROWS:
-        raise NotImplementedError(f"the Mosaic kernel takes blocks of at most {gpu.ROWS}, got {p.queries}.")
-    needed = shared_memory_bytes(
-        tuning, head_dim=p.head_dim, warpgroups=p.warpgroups, block=p.block, table=p.table_entries
-    )
-    if needed + 1024 > gpu.SHARED_MEMORY:
-        raise NotImplementedError(f"the Mosaic kernel would need {needed} bytes of shared memory with {tuning}.")
-    return tuning
+TABLE_PIECE = 256  # entries of a page table that the copy engine takes at once
 
 
 def tune(*arrays: Any, **static: Any) -> Tuning:
@@ -149,7 +68,6 @@ def _launch(problem: Problem, tuning: Tuning, interpret: Any, *args: Any) -> tup
     operands = [q, k_pages, v_pages, table, q_start, kv_length]
     operands += block
     if interpret is not None:  # the copy engine fills what lies outside an array with zeros, the interpreter does not
-        operands[3] = jnp.pad(table, (0, p.table_entries))
         rows = ((0, 0), (0, gpu.ROWS - p.queries), (0, 0), (0, 0))
         operands[6:] = [jnp.pad(x, rows) for x in operands[6:]]
 
@@ -178,7 +96,7 @@ def _launch(problem: Problem, tuning: Tuning, interpret: Any, *args: Any) -> tup
     rows = p.chunks * warpgroups * gpu.ROWS
     out_type = [jax.ShapeDtypeStruct(q.shape, p.dtype), jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)]
     part_type = [
-        jax.ShapeDtypeStruct((p.batch, p.kv_heads, splits, rows, p.head_dim), p.dtype if tuning.parts == "half" else jnp.float32),
+        jax.ShapeDtypeStruct((p.batch, p.kv_heads, splits, rows, p.head_dim), jnp.float32),
         jax.ShapeDtypeStruct((p.batch, p.kv_heads, splits, rows), jnp.float32),
     ]
     outputs = out_type if splits == 1 else out_type + part_type if fused else part_type
@@ -256,7 +174,7 @@ class Block:
         if "table" in s:
             for start in range(0, p.table_entries, TABLE_PIECE):
                 piece = min(TABLE_PIECE, p.table_entries - start)
-                source = g["table"].at[gpu.ds(self.row * p.entries - self.table_shift() + start, piece)]
+                source = g["table"].at[gpu.ds(self.row * p.entries + start, piece)]
                 gpu.copy_to_shared(source, s["table"].at[gpu.ds(start, piece)], s["table_ready"])
         if p.block:
 
@@ -288,10 +206,6 @@ class Block:
                 gpu.barrier_wait(s["k_free"].at[self.slot(step)])
                 gpu.barrier_wait(s["v_free"].at[self.slot(step)])
 
-    def table_shift(self) -> Any:
-        """Entries of other rows that the copy of this row's page table begins with."""
-        return lax.rem(self.row * self.p.entries, jnp.int32(4)) if self.p.entries % 4 else 0
-
     def each_page(self, step: Any, action: Any, kinds: tuple[str, ...] = ("k", "v")) -> None:
         """action(source, rows of the tile) for each page of a tile. A page without a visible key is not read: the
         nearest one that has some takes its place, and the mask hides it."""
@@ -304,7 +218,7 @@ class Block:
             page = jnp.clip(lax.div(position, jnp.int32(p.page)), oldest, newest)
             entry = lax.rem(page, jnp.int32(p.entries))
             if "table" in self.s:
-                page_id = self.s["table"][self.table_shift() + entry]
+                page_id = self.s["table"][entry]
             else:
                 page_id = self.g["table"][self.row * p.entries + entry]
             offset = lax.rem(position, jnp.int32(p.page)) if p.page > tile else 0
@@ -422,7 +336,7 @@ class Block:
             return
         rows = gpu.ds((self.chunk * p.warpgroups + self.warpgroup) * gpu.ROWS, gpu.ROWS)
         part, part_lse = (g[name].at[self.row, self.head] for name in ("part", "part_lse"))
-        part[self.split, rows, :] = values.astype(p.dtype) if self.t.parts == "half" else values
+        part[self.split, rows, :] = values
         s["lse"].at[self.warpgroup][...] = lse
         gpu.commit_shared()
         gpu.copy_to_global(s["lse"].at[self.warpgroup], part_lse.at[self.split, rows])
@@ -441,7 +355,7 @@ class Block:
             merged, merged_lse = softmax.merge_rows(
                 self.t.splits,
                 lambda i: gpu.load_global(part_lse.at[i, rows], 1),
-                lambda i: gpu.load_global(part.at[i, rows, share], 2).astype(jnp.float32),
+                lambda i: gpu.load_global(part.at[i, rows, share], 2),
             )
             s["merged"].at[self.warpgroup][...] = merged.astype(p.dtype)
             self.store_rows(s["merged"].at[self.warpgroup], merged_lse, share, self.split == 0)

@@ -24,7 +24,6 @@ class Tuning:
     splits: int = 1
     merge: Literal["fused", "kernel"] = "fused"
     merge_columns: int = 32
-    parts: Literal["float32", "half"] = "float32"
 
     def __post_init__(self) -> None:
         if self.tile not in (64, 128):

@@ -3,9 +3,9 @@
     python tests/benchmarks/attention.py [--json FILE] [--only TEXT] [--runs 2]
 
 Times are sums of the CUPTI kernel durations of one call, median of many, in microseconds: "warm" back to back, "cold"
-with the L2 cache flushed before each call. Every timed result is compared with the float32 reference first. Peers that
-are not installed are left out (flash_attn3_jax, torch). SDPA and cuDNN read exactly the keys of the window, without a
-mask; FlashAttention-3 takes the window and the lengths, in its best number of splits.
+with the L2 cache flushed before each call. Every result of ours is first compared with the XLA form, which computes in
+float32. Peers that are not installed are left out (flash_attn3_jax, torch). SDPA and cuDNN read exactly the keys of the
+window, without a mask; FlashAttention-3 takes the window and the lengths, in its best number of splits.
 """
 
 import argparse
@@ -13,17 +13,22 @@ import dataclasses
 import functools
 import importlib.util
 import json
+import os
 import sys
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
+
+# Only the float32 reference uses matrix products of XLA, and searching the best for each would take most of the run.
+os.environ.setdefault("XLA_FLAGS", "--xla_gpu_autotune_level=0")
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")  # torch needs some
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import block_attention, merge_future_block, windowed_decode
-from pallas_kernels.block_attention.xla import block_attention_xla
-from pallas_kernels.windowed_decode.xla import windowed_decode_xla
 
 HEAD_DIM = 128
 REPEATS = 20
@@ -131,17 +136,46 @@ class Clock:
         flushed = self.flush_names if cold else set()
         return 1e3 * float(np.median([sum(t for name, t in call if name not in flushed) for call in calls]))
 
-    def copy_bandwidth(self) -> float:
-        """Terabytes a second of a large copy, bytes read plus bytes written."""
-        x = jnp.zeros((2048, 1024, 1024), jnp.bfloat16)
-        copy = jax.jit(lambda x: x + jnp.bfloat16(1))
-        time = self.microseconds(lambda: copy(x).block_until_ready(), cold=False)
-        return 2 * x.nbytes / time / 1e6
+
+def copy_bandwidth() -> float:
+    """Terabytes a second of a large copy, bytes read plus bytes written, by the wall clock."""
+    x = jnp.zeros((2048, 1024, 1024), jnp.bfloat16)
+    copy = jax.jit(jnp.copy)
+    copy(x).block_until_ready()
+    start = time.perf_counter()
+    for _ in range(REPEATS):
+        y = copy(x)
+    y.block_until_ready()
+    return 2 * x.nbytes * REPEATS / (time.perf_counter() - start) / 1e12
 
 
-def waiting(function: Callable[..., Any], *args: Any) -> Callable[[], Any]:
-    compiled = jax.jit(function).lower(*args).compile()
-    return lambda: jax.block_until_ready(compiled(*args))
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One line of the table: a program, compiled in the background, its arguments and what it should return."""
+
+    name: str
+    program: Future[Any]
+    args: tuple[Any, ...]
+    expected: Future[Any] | None = None
+
+    def launcher(self) -> Callable[[], Any]:
+        compiled = self.program.result()
+        return lambda: jax.block_until_ready(compiled(*self.args))
+
+
+class Compiler:
+    """Lowers here and compiles in threads."""
+
+    def __init__(self) -> None:
+        self.pool = ThreadPoolExecutor(12)
+
+    def __call__(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        try:
+            return self.pool.submit(jax.jit(function).lower(*args).compile)
+        except Exception as error:
+            failed: Future[Any] = Future()
+            failed.set_exception(error)
+            return failed
 
 
 def errors(actual: Any, expected: Any) -> tuple[float, float]:
@@ -151,112 +185,99 @@ def errors(actual: Any, expected: Any) -> tuple[float, float]:
     return float(relative), float(np.abs(lse - lse_expected).max())
 
 
-def ours(case: Case, inputs: dict[str, jax.Array], implementation: str) -> Iterator[tuple[str, Any, Any]]:
-    """(name, launch, expected) of each of our functions."""
-    i = inputs
-    pages, scale = (i["k_pages"], i["v_pages"]), HEAD_DIM**-0.5
-    length = i["q_start"] + case.queries
-    static = dict(window=case.window, scale=scale)
-    decode = functools.partial(windowed_decode, implementation=implementation, **static)
-    expected_decode = functools.partial(windowed_decode_xla, **static)
-    block = functools.partial(block_attention, implementation=implementation, **static)
-    for order in ("shuffled", "counting"):
-        args = (i["q"], *pages, i[order], i["q_start"], length)
-        yield f"decode, {order} pages", waiting(decode, *args), waiting(expected_decode, *args)
-    args = (i["q"], i["k_block"], i["v_block"], *pages, i["shuffled"], i["q_start"])
-    expected_block = functools.partial(block_attention_xla, causal=False, **static)
-    yield "block attention", waiting(block, *args), waiting(expected_block, *args)
-    out, lse = expected_decode(i["q"], *pages, i["shuffled"], i["q_start"], length)
-    args = (out, lse, i["q"], i["k_block"], i["v_block"])
-    merge = functools.partial(merge_future_block, **static)
-    yield (
-        "merge",
-        waiting(functools.partial(merge, implementation=implementation), *args),
-        waiting(functools.partial(merge, implementation="xla"), *args),
-    )
+def ours(case: Case, i: dict[str, jax.Array], compiler: Compiler, implementations: list[str]) -> Iterator[Entry]:
+    static = dict(window=case.window, scale=HEAD_DIM**-0.5)
+    pages = (i["k_pages"], i["v_pages"])
+    decode_args = {
+        o: (i["q"], *pages, i[o], i["q_start"], i["q_start"] + case.queries) for o in ("shuffled", "counting")
+    }
+    block_args = (i["q"], i["k_block"], i["v_block"], *pages, i["shuffled"], i["q_start"])
+    merge_args = (i["q"][::-1], jnp.zeros(i["q"].shape[:3], jnp.float32), i["q"], i["k_block"], i["v_block"])
+    functions = dict(decode=windowed_decode, block=block_attention, merge=merge_future_block)
+
+    def compile_all(implementation: str) -> dict[str, Future[Any]]:
+        args = dict(decode=decode_args["shuffled"], block=block_args, merge=merge_args)
+        return {
+            n: compiler(functools.partial(f, implementation=implementation, **static), *args[n])
+            for n, f in functions.items()
+        }
+
+    expected = compile_all("xla")
+    for implementation in implementations:
+        programs = compile_all(implementation)
+        for order, args in decode_args.items():
+            yield Entry(f"{implementation} decode, {order} pages", programs["decode"], args, expected["decode"])
+        yield Entry(f"{implementation} block attention", programs["block"], block_args, expected["block"])
+        yield Entry(f"{implementation} merge", programs["merge"], merge_args, expected["merge"])
 
 
-def flash_attention_3(case: Case, inputs: dict[str, jax.Array]) -> Iterator[tuple[str, Any]]:
+def flash_attention_3(case: Case, i: dict[str, jax.Array], compiler: Compiler) -> Iterator[Entry]:
     if importlib.util.find_spec("flash_attn3_jax") is None:
         return
     import flash_attn3_jax
 
-    i = inputs
     window = (-1, -1) if case.window is None else (case.window - 1, case.window - 1)
     lengths = i["q_start"] + case.queries
     flat = [i[name].reshape(case.batch, case.slots, -1, HEAD_DIM) for name in ("k_pages", "v_pages")]
-    for name, k, v, extra in (("contiguous", *flat, {}), ("paged", i["k_pages"], i["v_pages"], {"page_table": True})):
-        for splits in (1, 2, 4, 8, 16, 32):
+    for splits in (1, 2, 4, 8, 16, 32):
 
-            def run(q, k, v, lengths, table, splits=splits, extra=extra):
-                more = {"page_table": table} if extra else {}
-                return flash_attn3_jax.flash_mha_with_kvcache(
-                    q, k, v, cache_seqlens=lengths, window_size=window, is_causal=False, num_splits=splits, **more
-                )
+        def run(q, k, v, lengths, *table, splits=splits):
+            more = {"page_table": table[0]} if table else {}
+            return flash_attn3_jax.flash_mha_with_kvcache(
+                q, k, v, cache_seqlens=lengths, window_size=window, is_causal=False, num_splits=splits, **more
+            )
 
-            try:
-                yield f"FA3 {name}", waiting(run, i["q"], k, v, lengths, i["shuffled"])
-            except Exception as error:
-                print(f"  FA3 {name}, {splits} splits: {type(error).__name__}: {str(error)[:100]}", flush=True)
+        for name, *args in (
+            ("FA3 contiguous", i["q"], *flat, lengths),
+            ("FA3 paged", i["q"], i["k_pages"], i["v_pages"], lengths, i["shuffled"]),
+        ):
+            yield Entry(name, compiler(run, *args), tuple(args))
 
 
-def dense_peers(case: Case, inputs: dict[str, jax.Array]) -> Iterator[tuple[str, Any]]:
+def dense_peers(case: Case, i: dict[str, jax.Array], compiler: Compiler) -> Iterator[Entry]:
     """Peers that take no page table and no lengths: they get the keys of the window and nothing else."""
-    flat = [inputs[n].reshape(case.batch, case.slots, -1, HEAD_DIM)[:, : case.keys] for n in ("k_pages", "v_pages")]
-    try:
-        yield (
-            "cuDNN through jax",
-            waiting(lambda q, k, v: jax.nn.dot_product_attention(q, k, v, implementation="cudnn"), inputs["q"], *flat),
-        )
-    except Exception as error:
-        print(f"  cuDNN: {type(error).__name__}: {str(error)[:200]}", flush=True)
+    flat = [i[n].reshape(case.batch, case.slots, -1, HEAD_DIM)[:, : case.keys] for n in ("k_pages", "v_pages")]
+    cudnn = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
+    yield Entry("cuDNN through jax", compiler(cudnn, i["q"], *flat), (i["q"], *flat))
     if importlib.util.find_spec("torch") is None:
         return
     import torch
 
-    tensors = [torch.from_dlpack(x).transpose(1, 2).contiguous() for x in (inputs["q"], *flat)]
-
-    def sdpa() -> None:
+    def sdpa(*tensors: Any) -> None:
         torch.nn.functional.scaled_dot_product_attention(*tensors, enable_gqa=True)
         torch.cuda.synchronize()
 
-    yield "torch SDPA", sdpa
+    ready: Future[Any] = Future()
+    ready.set_result(sdpa)
+    yield Entry("torch SDPA", ready, tuple(torch.from_dlpack(x).transpose(1, 2).contiguous() for x in (i["q"], *flat)))
 
 
-def run_case(case: Case, clock: Clock, bandwidth: float, implementations: list[str], runs: int) -> list[dict[str, Any]]:
+def run_case(case: Case, clock: Clock, bandwidth: float, args: argparse.Namespace) -> list[dict[str, Any]]:
     floor = case.bytes / bandwidth / 1e6
     print(f"{case}: {case.bytes / 1e6:.1f} MB, {floor:.1f} us at copy bandwidth", flush=True)
-    rows: list[dict[str, Any]] = []
-
-    def add(name: str, launch: Callable[[], Any]) -> dict[str, Any]:
-        cold = [clock.microseconds(launch, cold=True) for _ in range(runs)]
-        warm = [clock.microseconds(launch, cold=False) for _ in range(runs)]
-        return dict(case=dataclasses.asdict(case), name=name, cold=cold, warm=warm, floor=floor)
-
-    def show(row: dict[str, Any]) -> None:
+    compiler, inputs = Compiler(), make_inputs(case, seed=3)
+    entries = [*ours(case, inputs, compiler, args.implementations)]
+    if not args.no_peers:
+        entries += [*flash_attention_3(case, inputs, compiler), *dense_peers(case, inputs, compiler)]
+    best: dict[str, dict[str, Any]] = {}
+    for entry in entries:
+        try:
+            launch, error = entry.launcher(), None
+            if entry.expected is not None:
+                error = errors(launch(), entry.expected.result()(*entry.args))
+                if not (error[0] <= OUT_TOLERANCE and error[1] <= LSE_TOLERANCE):
+                    raise ArithmeticError(f"wrong by {error}")
+            cold, warm = ([clock.microseconds(launch, cold=c) for _ in range(args.runs)] for c in (True, False))
+        except Exception as problem:
+            print(f"  {entry.name}: {type(problem).__name__}: {str(problem)[:150]}", flush=True)
+            continue
+        row = dict(case=dataclasses.asdict(case), name=entry.name, cold=cold, warm=warm, floor=floor, error=error)
+        if entry.name not in best or min(cold) < min(best[entry.name]["cold"]):
+            best[entry.name] = row
+    for row in best.values():
         cold, warm = (" ".join(f"{t:6.1f}" for t in row[k]) for k in ("cold", "warm"))
         print(f"  {row['name']:36} cold {cold}   warm {warm}", flush=True)
-        rows.append(row)
-
-    inputs = make_inputs(case, seed=3)
-    for implementation in implementations:
-        try:
-            for name, launch, expected in ours(case, inputs, implementation):
-                error = errors(launch(), expected())
-                if not (error[0] <= OUT_TOLERANCE and error[1] <= LSE_TOLERANCE):
-                    print(f"  {implementation} {name}: WRONG, errors {error}", flush=True)
-                    continue
-                show({**add(f"{implementation} {name}", launch), "error": error})
-        except NotImplementedError as error:
-            print(f"  {error}", flush=True)
-    best: dict[str, dict[str, Any]] = {}
-    for name, launch in (*flash_attention_3(case, inputs), *dense_peers(case, inputs)):
-        row = add(name, launch)
-        if name not in best or min(row["cold"]) < min(best[name]["cold"]):
-            best[name] = row
-    for row in best.values():
-        show(row)
-    return rows
+    return list(best.values())
 
 
 def main() -> None:
@@ -265,16 +286,17 @@ def main() -> None:
     parser.add_argument("--only", default="", help="run the cases whose description contains this text")
     parser.add_argument("--runs", type=int, default=2, help="medians to print for each figure")
     parser.add_argument("--implementations", nargs="+", default=["mosaic", "triton"])
+    parser.add_argument("--no-peers", action="store_true", help="time this library alone")
     args = parser.parse_args()
     if jax.default_backend() != "gpu":
         sys.exit("This benchmark needs a GPU.")
     clock = Clock()
-    bandwidth = clock.copy_bandwidth()
+    bandwidth = copy_bandwidth()
     print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}, copy {bandwidth:.2f} TB/s (read plus write)")
     rows = []
     for case in CASES:
         if args.only in str(case):
-            rows += run_case(case, clock, bandwidth, args.implementations, args.runs)
+            rows += run_case(case, clock, bandwidth, args)
             if args.json:
                 with open(args.json, "w") as file:
                     json.dump(rows, file)

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import shutil
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -103,8 +102,3 @@ def edit_tensors(folder: Path, name: str, edit: Callable[[Tensor], Tensor | None
 
 def index_map(folder: Path) -> dict[str, str]:
     return json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
-
-
-def quiet_load() -> None:
-    """Nothing in a conversion may warn."""
-    warnings.simplefilter("error")

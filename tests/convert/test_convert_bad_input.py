@@ -126,9 +126,13 @@ def test_index_leads_outside(place, mxfp8, tmp_path, capsys):
 
 def test_key_in_the_index_but_not_in_its_shard(mxfp8, tmp_path, capsys):
     name = f"{LAYER}input_layernorm.weight"
-    edit_json(mxfp8 / INDEX, lambda i: i["weight_map"].update({name: "model-00001-of-00003.safetensors"}))
+    later = max(s for s in index_map(mxfp8).values())
+    first = min(n for n, s in index_map(mxfp8).items() if s == later)
+    edit_json(mxfp8 / INDEX, lambda i: i["weight_map"].update({first: "model-00001-of-00003.safetensors"}))
+    assert "in the index but not in this shard" in fails(capsys, mxfp8, tmp_path / "out")
+    edit_json(mxfp8 / INDEX, lambda i: i["weight_map"].update({first: later, name: later}))
     err = fails(capsys, mxfp8, tmp_path / "out")
-    assert name in err and "in the index but not in this shard" in err
+    assert name in err and "download the index" in err
 
 
 def test_key_in_a_shard_but_not_in_the_index(mxfp8, tmp_path, capsys):
@@ -267,11 +271,12 @@ def test_bad_scale_values(golden, name, content, words, weights, tmp_path, capsy
     """Found while the data are read: DST stays untouched, and what was written before stays resumable."""
     source = copy_golden(golden, tmp_path / "source")
     full = next(n for n in index_map(source) if n.endswith(name))
-    edit_tensors(
-        source,
-        full,
-        lambda t: Tensor(t.name, t.dtype, t.shape, lambda d=b"".join(t.data()): [content + d[len(content) :]]),
-    )
+
+    def spoil(t: Tensor) -> Tensor:
+        data = content + b"".join(t.data())[len(content) :]
+        return Tensor(t.name, t.dtype, t.shape, lambda: [data])
+
+    edit_tensors(source, full, spoil)
     assert run(source, tmp_path / "out", "--weights", weights) == 1
     err = capsys.readouterr().err
     assert words in err and name.rpartition(".")[0] in err and err.count("\n") == 1
@@ -380,6 +385,11 @@ def test_drafter_of_another_target(key, nvfp4, tmp_path, capsys):
     edit_json(nvfp4 / "dspark" / "config.json", _text(key, 1024))
     err = fails(capsys, nvfp4, tmp_path / "out")
     assert key in err and "dspark/config.json" in err
+
+
+def test_drafter_without_a_config(nvfp4, tmp_path, capsys):
+    (nvfp4 / "dspark" / "config.json").unlink()
+    assert "dspark/config.json is missing" in fails(capsys, nvfp4, tmp_path / "out")
 
 
 def test_drafter_reads_a_layer_that_is_not_there(nvfp4, tmp_path, capsys):

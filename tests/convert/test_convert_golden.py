@@ -276,6 +276,17 @@ def test_router_in_bf16_is_widened(tmp_path):
     assert (stored.ravel().view(np.uint32) == narrow.astype(np.uint32) << 16).all()
 
 
+@pytest.mark.parametrize("weights", ["native", "bf16"])
+def test_tensors_at_odd_offsets(weights, tmp_path):
+    from checkpoint_maker import read_shard, write_shard
+
+    source = copy_golden("m31-flash-tiny", tmp_path / "source")
+    for shard in source.rglob("*.safetensors"):
+        write_shard(shard, read_shard(shard), odd=True)
+    assert run(source, tmp_path / "out", "--verify", "--weights", weights) == 0
+    assert differences(tmp_path / "out", Oracle(DATA / "m31-flash-tiny", weights)) == []
+
+
 # --- the comparison above must fail for these -------------------------------------------------------------------------
 
 

@@ -65,14 +65,10 @@ class Functions:
     merge: Callable[..., Pair]
     block: Callable[..., Pair]
 
-    def run(self, case: Case) -> dict[str, Pair]:
-        """Everything the golden data has: decode, merged, block, block_causal."""
+    def program(self, case: Case) -> Callable[[Case], dict[str, Pair]]:
+        """One jitted program, for cases of this shape, of everything the golden data has: decode, merged, block,
+        block_causal."""
         static = dict(window=case.window, scale=case.scale)
-        arrays = {
-            field.name: jnp.asarray(getattr(case, field.name))
-            for field in dataclasses.fields(case)
-            if field.name not in static
-        }
 
         def everything(q, k_pages, v_pages, page_table, q_start, kv_length, k_block, v_block):
             pages = (k_pages, v_pages, page_table)
@@ -84,7 +80,12 @@ class Functions:
                 block_causal=self.block(q, k_block, v_block, *pages, q_start, causal=True, **static),
             )
 
-        return jax.jit(everything)(**arrays)
+        jitted = jax.jit(everything)
+        names = [field.name for field in dataclasses.fields(case) if field.name not in static]
+        return lambda case: jitted(**{name: jnp.asarray(getattr(case, name)) for name in names})
+
+    def run(self, case: Case) -> dict[str, Pair]:
+        return self.program(case)(case)
 
 
 REFERENCE = Functions(windowed_decode_reference, merge_future_block_reference, block_attention_reference)

@@ -23,6 +23,7 @@ from pallas_kernels.block_attention.mosaic_sm90 import block_attention_mosaic
 from pallas_kernels.block_merge import mosaic_sm90 as mosaic_merge
 from pallas_kernels.block_merge.mosaic_sm90 import merge_future_block_mosaic
 from pallas_kernels.windowed_decode import mosaic_sm90
+from pallas_kernels.windowed_decode.mosaic_problem import describe, plan
 from pallas_kernels.windowed_decode.tuning import PIPELINES, Tuning, choose_tuning
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*os.fork.*:RuntimeWarning")  # the interpreter's threads, harmless
@@ -153,7 +154,8 @@ def abstract(batch, queries, heads, head_dim, page, entries, dtype=jnp.bfloat16)
 LOWERED = [  # batch, queries, heads, head size, page, entries, window
     (64, 8, (64, 4), 128, 64, 128, 4096),
     (8, 7, (64, 4), 128, 64, 65, 4096),
-    (1, 8, (16, 1), 128, 16, 4096, None),
+    (1, 8, (16, 1), 128, 16, 4096, 300),
+    (1, 8, (16, 1), 128, 16, 300, None),
     (2, 16, (16, 16), 64, 256, 5, 64),
     (512, 7, (64, 4), 128, 128, 33, 4096),
     (2, 1, (48, 4), 256, 32, 9, 300),
@@ -194,7 +196,7 @@ REFUSED = [
 def test_refuses_in_words(shape: tuple, reason: str) -> None:
     q, _, _, kp, _, table, *_ = abstract(*shape)
     with pytest.raises(NotImplementedError, match=reason):
-        mosaic_sm90.plan(mosaic_sm90.describe(q, kp, table, window=8, scale=1.0, block=True))
+        plan(describe(q, kp, table, window=8, scale=1.0, block=True))
 
 
 def test_merge_refuses_in_words() -> None:

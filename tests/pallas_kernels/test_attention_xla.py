@@ -95,10 +95,11 @@ def test_decomposition_equals_one_pass(window: int | None) -> None:
     case = random_case(
         1, q_start=[0, 1, 15, 33], kv_length=[0, 1, 15, 33], queries=7, heads=(4, 2), head_dim=16, page=4, window=window
     )  # fmt: skip
-    results = XLA.run(appended(case))
+    program = XLA.program(case)
+    results = program(appended(case))
     assert_close(results["merged"], results["block"], "float32")
     assert_close(results["decode"], results["block_causal"], "float32")
-    alone = XLA.run(case)  # the block is not in the cache: one pass does not need it there
+    alone = program(case)  # the block is not in the cache: one pass does not need it there
     assert_close(alone["block"], results["block"], "float32")
     assert random_difference(alone["merged"], results["block"])[0] > 100 * RANDOM_TOLERANCE["float32"][0]
 
@@ -124,12 +125,13 @@ def test_pages_without_a_visible_key_are_not_read() -> None:
         2, q_start=[3, 40, 90], kv_length=[5, 0, 94], queries=4, heads=(2, 1), head_dim=8, page=4, window=10,
         table_length=24,
     )  # fmt: skip
-    clean = XLA.run(case)
+    program = XLA.program(case)
+    clean = program(case)
     for value in (np.nan, np.inf):
-        dirty = XLA.run(poisoned(case, value))
+        dirty = program(poisoned(case, value))
         jax.tree.map(np.testing.assert_array_equal, dirty["decode"], clean["decode"])
     touched = dataclasses.replace(case, v_pages=jnp.full_like(case.v_pages, np.nan))
-    assert np.isnan(XLA.run(touched)["decode"][0]).any()
+    assert np.isnan(program(touched)["decode"][0]).any()
 
 
 def test_memory_does_not_grow_with_the_cache() -> None:
@@ -212,9 +214,10 @@ def test_none_is_xla_on_a_cpu() -> None:
 
 def test_default_scale_and_window() -> None:
     case = random_case(7, q_start=[5], kv_length=[9], queries=4, heads=(2, 1), head_dim=16, page=4, window=None)
+    expected = REFERENCE.run(case)
     out = windowed_decode(case.q, *case.pages, case.q_start, case.kv_length, window=None)
-    assert_close(out, REFERENCE.run(case)["decode"], "float32")
+    assert_close(out, expected["decode"], "float32")
     merged = merge_future_block(*out, case.q, *case.block)
-    assert_close(merged, REFERENCE.run(case)["merged"], "float32")
+    assert_close(merged, expected["merged"], "float32")
     whole = block_attention(case.q, *case.block, *case.pages, case.q_start, window=None)
-    assert_close(whole, REFERENCE.run(case)["block"], "float32")
+    assert_close(whole, expected["block"], "float32")

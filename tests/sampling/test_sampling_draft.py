@@ -1,5 +1,7 @@
 """`draft`: what each token is conditioned on, what is stored, and what greedy rows do."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -42,20 +44,24 @@ def dense_bias(tokens_before, slot, row):
     return state @ SECOND.astype(np.float64) + HIDDEN[row, slot].sum(dtype=np.float64) * SECOND[0]
 
 
-def run(method="ancestral", temperature=1.0, seeds=range(B), allowed=None, base=BASE, head=markov):
-    make = jax.jit(
-        lambda base, temperature, step_keys: sampling.draft(
-            base,
-            jnp.asarray(HIDDEN),
-            jnp.asarray(ANCHOR),
-            markov=head,
-            temperature=temperature,
-            keys=step_keys,
-            method=method,
-            allowed=allowed,
-        )
+@partial(jax.jit, static_argnames=("method", "head"))
+def compiled(base, temperature, step_keys, allowed, *, method, head):
+    return sampling.draft(
+        base,
+        jnp.asarray(HIDDEN),
+        jnp.asarray(ANCHOR),
+        markov=head,
+        temperature=temperature,
+        keys=step_keys,
+        method=method,
+        allowed=allowed,
     )
-    return make(jnp.asarray(base), jnp.asarray(temperature, jnp.float32), sampling.request_keys(seeds))
+
+
+def run(method="ancestral", temperature=1.0, allowed=None, base=BASE, head=markov):
+    temperature = jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), (B,))
+    allowed = jnp.asarray(np.ones(V, bool) if allowed is None else allowed)
+    return compiled(jnp.asarray(base), temperature, sampling.request_keys(range(B)), allowed, method=method, head=head)
 
 
 def conditional_log_q(tokens, temperature):
@@ -99,7 +105,7 @@ def test_many_drafts_have_the_stored_law():
     streams = 50_000
     first = np.asarray(run().log_q)[0, 0].astype(np.float64)
     log_q = jnp.broadcast_to(
-        jnp.asarray(BASE[:1, :1]) + dense_bias([ANCHOR[0]], 0, 0).astype(np.float32), (streams, 1, V)
+        jnp.asarray(BASE[0, 0] + dense_bias([ANCHOR[0]], 0, 0).astype(np.float32))[None, None], (streams, 1, V)
     )
     tokens = jax.jit(
         lambda step_keys: (
@@ -151,7 +157,7 @@ def test_greedy_rows_draft_the_argmax_chain_beside_sampled_ones():
 def test_tokens_that_are_not_allowed_are_never_drafted(method):
     allowed = np.ones(V, bool)
     allowed[np.unique(argmax_chain())] = False
-    drafted = run(method, allowed=jnp.asarray(allowed))
+    drafted = run(method, allowed=allowed)
     assert allowed[np.asarray(drafted.tokens)].all()
     if method == "ancestral":
         log_q = np.asarray(drafted.log_q)

@@ -219,6 +219,17 @@ def test_real_vocabulary(filters):
     check(log_p, logits, allowed, full(filters), mass_tolerance=LARGE_MASS_TOLERANCE)
 
 
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU: 102 million logits")
+def test_real_vocabulary_and_batch():
+    logits = jax.random.normal(jax.random.key(0), (64, 8, 200_064), jnp.float32) * 3
+    log_p = run(logits, sampling.SamplingParams(top_p=0.95, top_k=100_000))
+    allowed = np.ones(logits.shape[-1], bool)
+    for b in (0, 31, 63):
+        rows = {"temperature": [1.0], "top_k": [100_000], "top_p": [0.95], "min_p": [0.0]}
+        part, found = np.asarray(logits[b : b + 1]), np.asarray(log_p[b : b + 1])
+        check(found, part, allowed, rows, mass_tolerance=LARGE_MASS_TOLERANCE)
+
+
 def primitives(jaxpr):
     for equation in jaxpr.eqns:
         yield equation.primitive.name

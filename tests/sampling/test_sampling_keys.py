@@ -1,6 +1,5 @@
 """Random numbers belong to a request, a step and a purpose, and to nothing else."""
 
-import itertools
 from functools import partial
 
 import jax
@@ -134,13 +133,14 @@ def tokens_of(requests, base, log_p, method):
     return jnp.concatenate([block.tokens, verified.tokens, sampling.sample(log_p[:, 0], step)[:, None]], axis=1)
 
 
-@pytest.mark.parametrize("method", ["standard", "block", "match"])
+# "standard" draws what "block" draws.
+@pytest.mark.parametrize("method", ["block", "match"])
 def test_tokens_are_the_same_in_any_batch(method):
     rng = np.random.default_rng(3)
     base = jnp.asarray(rng.normal(size=(K, V)), jnp.float32)
     log_p = jax.nn.log_softmax(jnp.asarray(rng.normal(size=(K + 1, V)), jnp.float32))
     whole = np.asarray(tokens_of(sampling.request_keys(SEEDS), base, log_p, method))
-    for rows in itertools.islice(batches(), 5, None):
+    for rows in ([4], [*reversed(range(len(SEEDS))), *[0] * 10]):
         part = tokens_of(sampling.request_keys([SEEDS[i] for i in rows]), base, log_p, method)
         np.testing.assert_array_equal(part, whole[rows])
     other_seeds = tokens_of(sampling.request_keys(range(100, 100 + len(SEEDS))), base, log_p, method)

@@ -19,9 +19,21 @@ REJECTING = ("standard", "block")
 
 
 @partial(jax.jit, static_argnames="method")
-def verify(draft_tokens, log_q, log_p, step_keys, *, method, **options):
+def compiled(draft_tokens, log_q, log_p, step_keys, *, method, **options):
     log_q = None if method == "match" else log_q
     return sampling.verify(draft_tokens, log_q, log_p, keys=step_keys, method=method, **options)
+
+
+def verify(draft_tokens, log_q, log_p, step_keys, *, method, lengths=None, valid=None, greedy=None):
+    """`verify` with every option given, so that calls of one shape share a compilation."""
+    rows, slots = draft_tokens.shape
+    options = {
+        "draft_lengths": jnp.full((rows,), slots, jnp.int32) if lengths is None else jnp.asarray(lengths, jnp.int32),
+        "greedy": jnp.zeros((rows,), bool) if greedy is None else jnp.asarray(greedy),
+    }
+    if log_q is not None:
+        options["proposal_valid"] = jnp.ones((rows,), bool) if valid is None else jnp.asarray(valid)
+    return compiled(draft_tokens, log_q, log_p, step_keys, method=method, **options)
 
 
 @partial(jax.jit, static_argnames="method")
@@ -30,7 +42,7 @@ def law(draft_tokens, log_q, log_p, *, method, **options):
     return sampling.acceptance(draft_tokens, log_q, log_p, method=method, **options)
 
 
-def random_rows(batch, slots, vocab, *, scale=1.5, seed=0):
+def random_rows(batch=512, slots=4, vocab=6, *, scale=1.5, seed=0):
     """Drafts that were drawn from log_q, and unrelated targets."""
     rng = np.random.default_rng(seed)
     log_q = oracles.log_softmax(rng.normal(size=(batch, slots, vocab)) * scale)
@@ -42,23 +54,24 @@ def random_rows(batch, slots, vocab, *, scale=1.5, seed=0):
 def test_one_draft_standard_and_block_are_bitwise_equal():
     rows = random_rows(4096, 1, 50)
     step_keys = sampling.request_keys(range(4096))
-    results = [(*verify(*rows, step_keys, method=m), *law(*rows, method=m)) for m in REJECTING]
+    results = [(*compiled(*rows, step_keys, method=m), *law(*rows, method=m)) for m in REJECTING]
     for one, other in zip(*results, strict=True):
         np.testing.assert_array_equal(one, other)
     assert 0 < int(results[0][1].sum()) < 4096
 
 
 def test_one_verified_draft_of_several_standard_and_block_are_bitwise_equal():
-    rows = random_rows(2048, 3, 20)
-    step_keys, ones = sampling.request_keys(range(2048)), jnp.ones((2048,), jnp.int32)
-    one, other = (verify(*rows, step_keys, method=m, draft_lengths=ones) for m in REJECTING)
+    rows = random_rows()
+    step_keys = sampling.request_keys(range(512))
+    one, other = (verify(*rows, step_keys, method=m, lengths=np.ones(512)) for m in REJECTING)
     np.testing.assert_array_equal(one.tokens, other.tokens)
-    assert (verify(*rows, step_keys, method="block").tokens != verify(*rows, step_keys, method="standard").tokens).any()
+    one, other = (verify(*rows, step_keys, method=m) for m in REJECTING)
+    assert (one.tokens != other.tokens).any()
 
 
 def test_block_never_accepts_less_on_average():
     for seed, scale in enumerate((0.1, 0.5, 1.5, 4.0)):
-        rows = random_rows(500, 5, 6, scale=scale, seed=seed)
+        rows = random_rows(scale=scale, seed=seed)
         log_rho = {m: np.asarray(law(*rows, method=m)[0]) for m in REJECTING}
         # Prefix by prefix, given the prefix; averaged over later drafts it is the acceptance length.
         assert (log_rho["block"] >= log_rho["standard"] - 1e-5).all()
@@ -68,14 +81,14 @@ def test_block_never_accepts_less_on_average():
 
 @pytest.mark.parametrize("method", REJECTING)
 def test_equal_laws_accept_everything(method):
-    batch, slots, vocab = 20_000, 7, 64
+    batch, slots, vocab = 10_000, 7, 32
     rng = np.random.default_rng(5)
     log_p = jax.nn.log_softmax(jnp.asarray(rng.normal(size=(batch, slots + 1, vocab)) * 2, jnp.float32))
     tokens = jnp.asarray(rng.integers(0, vocab, size=(batch, slots)), jnp.int32)
     step_keys = sampling.request_keys(range(batch))
     assert (verify(tokens, log_p[:, :-1], log_p, step_keys, method=method).num_accepted == slots).all()
     lengths = jnp.asarray(rng.integers(0, slots + 1, size=batch), jnp.int32)
-    ragged = verify(tokens, log_p[:, :-1], log_p, step_keys, method=method, draft_lengths=lengths)
+    ragged = verify(tokens, log_p[:, :-1], log_p, step_keys, method=method, lengths=lengths)
     np.testing.assert_array_equal(ragged.num_accepted, lengths)
     off = verify(tokens, jnp.roll(log_p[:, :-1], 1, axis=-1), log_p, step_keys, method=method)
     assert (off.num_accepted < slots).any()
@@ -108,11 +121,11 @@ def test_invariants_for_any_pattern_of_zeros(p_holes, q_holes, tokens, length, v
 
     log_p, log_q = rows(p_holes), rows(q_holes)
     draft_tokens = jnp.asarray([tokens], jnp.int32)
-    options = {"draft_lengths": jnp.asarray([length], jnp.int32), "proposal_valid": jnp.asarray([valid])}
     arguments = (draft_tokens, jnp.asarray(log_q[None]), jnp.asarray(log_p[None]))
     emitted, num_accepted = verify(
-        *arguments, sampling.request_keys([seed]), method=method, greedy=jnp.asarray([greedy]), **options
+        *arguments, sampling.request_keys([seed]), method=method, lengths=[length], valid=[valid], greedy=[greedy]
     )
+    options = {"draft_lengths": jnp.asarray([length], jnp.int32), "proposal_valid": jnp.asarray([valid])}
     log_rho, h = law(*arguments, method=method, **options)
     emitted, num_accepted = np.asarray(emitted)[0], int(num_accepted[0])
     assert 0 <= num_accepted <= length
@@ -130,24 +143,25 @@ def test_invariants_for_any_pattern_of_zeros(p_holes, q_holes, tokens, length, v
     log_rho, h = np.asarray(log_rho)[0], np.asarray(h)[0]
     assert not np.isnan(log_rho).any() and not np.isnan(h).any()
     assert (h >= 0).all() and (h <= 1).all() and (h[length:] == 0).all() and (log_rho <= 0).all()
-    assert (np.diff(log_rho[log_rho > -np.inf]) <= 1e-6).all()
+    if method != "block":
+        assert (np.diff(log_rho[log_rho > -np.inf]) <= 0).all()
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_slots_behind_the_draft_length_do_not_matter(method):
-    draft_tokens, log_q, log_p = random_rows(256, 4, 9)
-    lengths = jnp.asarray(np.arange(256) % 5, jnp.int32)
-    step_keys = sampling.request_keys(range(256))
-    behind = np.arange(4)[None] >= np.asarray(lengths)[:, None]
+    draft_tokens, log_q, log_p = random_rows()
+    lengths = np.arange(512) % 5
+    step_keys = sampling.request_keys(range(512))
+    behind = np.arange(4)[None] >= lengths[:, None]
     blank_p = jnp.pad(jnp.asarray(behind), ((0, 0), (1, 0)))[..., None]
-    plain = verify(draft_tokens, log_q, log_p, step_keys, method=method, draft_lengths=lengths)
+    plain = verify(draft_tokens, log_q, log_p, step_keys, method=method, lengths=lengths)
     blanked = verify(
         jnp.where(jnp.asarray(behind), -1, draft_tokens),
         jnp.where(jnp.asarray(behind)[..., None], -jnp.inf, log_q),
         jnp.where(blank_p, -jnp.inf, log_p),
         step_keys,
         method=method,
-        draft_lengths=lengths,
+        lengths=lengths,
     )
     np.testing.assert_array_equal(plain.tokens, blanked.tokens)
     unlimited = verify(draft_tokens, log_q, log_p, step_keys, method=method)
@@ -156,61 +170,58 @@ def test_slots_behind_the_draft_length_do_not_matter(method):
 
 @pytest.mark.parametrize("method", REJECTING)
 def test_no_drafts_is_a_plain_draw(method):
-    draft_tokens, log_q, log_p = random_rows(256, 3, 9)
-    step_keys = sampling.request_keys(range(256))
-    none = jnp.zeros((256,), jnp.int32)
-    emitted, num_accepted = verify(
-        jnp.full_like(draft_tokens, -1), log_q, log_p, step_keys, method=method, draft_lengths=none
-    )
+    draft_tokens, log_q, log_p = random_rows()
+    step_keys = sampling.request_keys(range(512))
+    blank = jnp.full_like(draft_tokens, -1)
+    emitted, num_accepted = verify(blank, log_q, log_p, step_keys, method=method, lengths=np.zeros(512))
     assert not num_accepted.any()
     np.testing.assert_array_equal(emitted[:, 0], sampling.sample(log_p[:, 0], step_keys))
 
 
 @pytest.mark.parametrize("method", REJECTING)
 def test_rows_without_a_proposal_use_the_one_hot_rule(method):
-    draft_tokens, log_q, log_p = random_rows(512, 4, 6)
+    draft_tokens, log_q, log_p = random_rows()
     step_keys = sampling.request_keys(range(512))
-    valid = jnp.asarray(np.arange(512) % 2 == 0)
-    garbage = jnp.where(valid[:, None, None], log_q, jnp.nan)
-    mixed = verify(draft_tokens, garbage, log_p, step_keys, method=method, proposal_valid=valid)
+    valid = np.arange(512) % 2 == 0
+    garbage = jnp.where(jnp.asarray(valid)[:, None, None], log_q, jnp.nan)
+    mixed = verify(draft_tokens, garbage, log_p, step_keys, method=method, valid=valid)
     with_q = verify(draft_tokens, log_q, log_p, step_keys, method=method)
     without = verify(draft_tokens, None, log_p, step_keys, method=method)
-    np.testing.assert_array_equal(mixed.tokens, jnp.where(valid[:, None], with_q.tokens, without.tokens))
+    np.testing.assert_array_equal(mixed.tokens, jnp.where(jnp.asarray(valid)[:, None], with_q.tokens, without.tokens))
     assert (with_q.tokens != without.tokens).any()
 
 
 def test_the_one_hot_rule_is_the_general_rule_with_a_one_hot_proposal():
-    draft_tokens, _, log_p = random_rows(256, 4, 6)
+    draft_tokens, _, log_p = random_rows()
     one_hot = jnp.where(jnp.arange(6)[None, None] == draft_tokens[..., None], 0.0, -jnp.inf).astype(jnp.float32)
     for method in REJECTING:
-        for given, short in zip(
-            law(draft_tokens, one_hot, log_p, method=method), law(draft_tokens, None, log_p, method=method), strict=True
-        ):
-            np.testing.assert_allclose(np.exp(given), np.exp(short), atol=1e-6)
+        given, short = (law(draft_tokens, log_q, log_p, method=method) for log_q in (one_hot, None))
+        for one, other in zip(given, short, strict=True):
+            np.testing.assert_allclose(np.exp(one), np.exp(other), atol=1e-6)
 
 
 def test_match_accepts_drafts_that_equal_the_targets_own_draws():
-    draft_tokens, log_q, log_p = random_rows(2048, 3, 4)
-    step_keys = sampling.request_keys(range(2048))
-    own = np.stack([drafting.draw(log_p[:, i], keys.row_keys(step_keys, jnp.int32(i))) for i in range(4)], axis=1)
-    equal = np.cumprod(own[:, :3] == np.asarray(draft_tokens), axis=1).sum(axis=1)
+    draft_tokens, _, log_p = random_rows()
+    step_keys = sampling.request_keys(range(512))
+    own = np.stack([drafting.draw(log_p[:, i], keys.row_keys(step_keys, jnp.int32(i))) for i in range(5)], axis=1)
+    equal = np.cumprod(own[:, :4] == np.asarray(draft_tokens), axis=1).sum(axis=1)
     emitted, num_accepted = verify(draft_tokens, None, log_p, step_keys, method="match")
     np.testing.assert_array_equal(num_accepted, equal)
-    np.testing.assert_array_equal(emitted, np.where(np.arange(4)[None] <= equal[:, None], own, -1))
-    assert len(np.unique(equal)) == 4
+    np.testing.assert_array_equal(emitted, np.where(np.arange(5)[None] <= equal[:, None], own, -1))
+    assert len(np.unique(equal)) >= 4
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_greedy_rows_beside_sampled_ones(method):
-    draft_tokens, log_q, log_p = random_rows(512, 3, 3)
+    draft_tokens, log_q, log_p = random_rows()
     step_keys = sampling.request_keys(range(512))
-    greedy = jnp.asarray(np.arange(512) % 3 == 0)
+    greedy = np.arange(512) % 3 == 0
     mixed = verify(draft_tokens, log_q, log_p, step_keys, method=method, greedy=greedy)
     sampled = verify(draft_tokens, log_q, log_p, step_keys, method=method)
-    all_greedy = verify(draft_tokens, log_q, log_p, step_keys, method=method, greedy=jnp.ones_like(greedy))
-    np.testing.assert_array_equal(mixed.tokens, jnp.where(greedy[:, None], all_greedy.tokens, sampled.tokens))
+    all_greedy = verify(draft_tokens, log_q, log_p, step_keys, method=method, greedy=np.ones(512, bool))
+    np.testing.assert_array_equal(mixed.tokens, np.where(greedy[:, None], all_greedy.tokens, sampled.tokens))
     best = np.asarray(jnp.argmax(log_p, axis=-1))
-    accepted = np.cumprod(best[:, :3] == np.asarray(draft_tokens), axis=1).sum(axis=1)
+    accepted = np.cumprod(best[:, :4] == np.asarray(draft_tokens), axis=1).sum(axis=1)
     np.testing.assert_array_equal(all_greedy.num_accepted, accepted)
     assert (np.asarray(sampled.num_accepted) != accepted).any()
 
@@ -218,16 +229,16 @@ def test_greedy_rows_beside_sampled_ones(method):
 @pytest.mark.parametrize("method", METHODS)
 def test_one_hot_rows_make_the_greedy_decision_unasked(method):
     rng = np.random.default_rng(2)
-    logits = jnp.asarray(rng.integers(0, 3, size=(512, 4, 5)), jnp.float32)
+    logits = jnp.asarray(rng.integers(0, 3, size=(512, 5, 6)), jnp.float32)
     params = sampling.SamplingParams(temperature=0.0)
     log_p = sampling.target_log_probs(logits, params)
-    draft_tokens, log_q, _ = random_rows(512, 3, 5)
+    draft_tokens, log_q, _ = random_rows()
     step_keys = sampling.request_keys(range(512))
     unasked = verify(draft_tokens, log_q, log_p, step_keys, method=method)
-    named = verify(draft_tokens, log_q, log_p, step_keys, method=method, greedy=jnp.ones((512,), bool))
+    named = verify(draft_tokens, log_q, log_p, step_keys, method=method, greedy=np.ones(512, bool))
     np.testing.assert_array_equal(unasked.tokens, named.tokens)
     best = np.asarray(logits).argmax(-1)
-    stop = np.cumprod(best[:, :3] == np.asarray(draft_tokens), axis=1).sum(axis=1)
+    stop = np.cumprod(best[:, :4] == np.asarray(draft_tokens), axis=1).sum(axis=1)
     np.testing.assert_array_equal(unasked.num_accepted, stop)
     last = np.take_along_axis(np.asarray(unasked.tokens), stop[:, None], axis=1)[:, 0]
     np.testing.assert_array_equal(last, best[np.arange(512), stop])
@@ -239,7 +250,7 @@ def test_a_proposal_is_refused_where_it_would_be_ignored():
         lambda: sampling.verify(draft_tokens, log_q, log_p, keys=sampling.request_keys([1, 2]), method="match"),
         lambda: sampling.acceptance(draft_tokens, log_q, log_p, method="match"),
     ):
-        with pytest.raises(ValueError, match='log_q was given to method "match".*pass log_q=None'):
+        with pytest.raises(ValueError, match=r'log_q was given to method "match".*pass log_q=None'):
             call()
 
 

@@ -1,0 +1,341 @@
+"""The command line: what it prints, where, and with which exit status."""
+
+import json
+import subprocess
+import sys
+
+import generation_cases as cases
+import golden
+import jax
+import numpy as np
+import pytest
+
+import dspark_jax as ds
+from dspark_jax.commands import demo, evaluate, main
+
+TEMPLATE = "<user>{{ messages[0].content }}</user>"
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return cases.write_source(tmp_path_factory.mktemp("toy") / "source", cases.toy(1, vocab_size=512))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(source, tmp_path_factory):
+    return cases.convert(source, tmp_path_factory.mktemp("toy") / "ckpt")
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory):
+    """Neither tokenizer nor drafter."""
+    folder = tmp_path_factory.mktemp("bare")
+    model = cases.toy(1, vocab_size=512, with_drafter=False)
+    return cases.convert(cases.write_source(folder / "source", model, tokenizer=False), folder / "ckpt")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory):
+    """Compiled programs go to a folder of these tests, and the settings of the process come back afterwards."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("cache")
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        yield folder / "dspark_jax"
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+@pytest.fixture
+def call(capsys):
+    """Run a command in this process -> exit status, stdout, stderr."""
+
+    def go(*arguments) -> tuple[int, str, str]:
+        capsys.readouterr()
+        status = main([str(a) for a in arguments])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return go
+
+
+def fails(result, message: str) -> bool:
+    status, out, err = result
+    return status == 1 and out == "" and err.startswith("error: ") and message in err and err.count("\n") == 1
+
+
+# Help and arguments
+
+
+def test_help_says_what_there_is(capsys):
+    for arguments in ([], ["demo"], ["evaluate"], ["generate"], ["info"]):
+        with pytest.raises(SystemExit) as end:
+            main([*arguments, "--help"])
+        assert end.value.code == 0
+        text = capsys.readouterr().out
+        assert text.startswith("usage: python -m dspark_jax")
+        if not arguments:
+            assert all(name in text for name in ("demo", "evaluate", "generate", "info"))
+
+
+def test_wrong_arguments_are_usage_errors(capsys, checkpoint):
+    for arguments in (
+        [],
+        ["serve"],
+        ["generate", str(checkpoint)],
+        ["generate", str(checkpoint), "--prompt", "a", "--tokens", "1"],
+        ["generate", str(checkpoint), "--prompt", "a", "--verify", "typical"],
+        ["evaluate", str(checkpoint)],
+    ):
+        with pytest.raises(SystemExit) as end:
+            main(arguments)
+        assert end.value.code == 2
+        assert "usage:" in capsys.readouterr().err
+
+
+def test_the_module_runs_as_a_program_and_help_needs_no_jax():
+    code = (
+        "import runpy, sys; sys.argv = ['dspark_jax', 'generate', '--help']\n"
+        "try: runpy.run_module('dspark_jax', run_name='__main__')\n"
+        "except SystemExit as end: assert end.code == 0\n"
+        "assert 'jax' not in sys.modules, 'jax was imported'"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "--num-draft-tokens" in done.stdout
+
+
+# generate
+
+
+SHORT = ("--max-new-tokens", 6, "--ignore-eos", "--compute-dtype", "float32")
+
+
+def test_generate_prints_json(call, checkpoint, own_cache):
+    status, out, err = call("generate", checkpoint, "--tokens", "1,2,3", *SHORT, "--json", "--seed", 4)
+    assert (status, err) == (0, "")
+    report = json.loads(out)
+    (row,) = report["rows"]
+    assert len(row["tokens"]) == 6 and row["finish_reason"] == "length"
+    # The library with the same arguments gives the same tokens.
+    model = ds.load(checkpoint, compute_dtype="float32")
+    config = ds.GenerateConfig(max_new_tokens=6, stop_token_ids=())
+    *_, last = ds.stream(model, [[1, 2, 3]], config=config, seeds=[4])
+    assert row["tokens"] == np.asarray(last.generation.tokens)[0].tolist()
+    assert row["text"] == ds.Tokenizer.load(checkpoint).decode(row["tokens"])
+    assert report["stats"]["num_draft_tokens"] > 0
+    assert any((own_cache / "xla").iterdir()), "compiled programs are kept"
+
+
+def test_generate_streams_text(call, checkpoint, tmp_path):
+    (tmp_path / "prompt.txt").write_text("for name in ", encoding="utf-8")
+    status, out, err = call("generate", checkpoint, "--prompt", "for name in ", *SHORT)
+    assert status == 0
+    assert "6 tokens, finished by length" in err and "tokens/s" in err and "acceptance length" in err
+    again = call("generate", checkpoint, "--prompt-file", tmp_path / "prompt.txt", *SHORT)
+    assert again[:2] == (0, out)
+    report = json.loads(call("generate", checkpoint, "--prompt", "for name in ", *SHORT, "--json")[1])
+    assert out == report["rows"][0]["text"] + "\n"
+    # Two prompts come one after the other when they are done, each with its number; the first is the same.
+    status, both, _ = call("generate", checkpoint, "--prompt", "for name in ", "--prompt", "import", *SHORT)
+    assert status == 0
+    assert both.startswith(f"[0] {report['rows'][0]['text']}\n[1] ")
+
+
+def test_generate_stops_at_texts(call, checkpoint):
+    text = json.loads(call("generate", checkpoint, "--prompt", "for name in ", *SHORT, "--json")[1])["rows"][0]["text"]
+    stop = text[2:4]
+    arguments = ("--prompt", "for name in ", *SHORT, "--json", "--stop", stop)
+    row = json.loads(call("generate", checkpoint, *arguments)[1])["rows"][0]
+    assert row["text"] == text[: text.find(stop)] and row["finish_reason"] == "stop"
+
+
+def test_generate_without_drafter_and_tokenizer(call, bare):
+    status, out, err = call("generate", bare, "--tokens", "1 2 3", *SHORT, "--temperature", 0)
+    assert status == 0 and len(out.split()) == 6 and "acceptance" not in err
+    report = json.loads(call("generate", bare, "--tokens", "1 2 3", *SHORT, "--temperature", 0, "--json")[1])
+    assert out.split() == [str(t) for t in report["rows"][0]["tokens"]]
+
+
+def test_generate_uses_the_chat_template(call, checkpoint, tmp_path):
+    import shutil
+
+    folder = shutil.copytree(checkpoint, tmp_path / "ckpt")
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    chat = call("generate", folder, "--prompt", "hi", "--chat", *SHORT, "--json")
+    plain = call("generate", folder, "--prompt", "<user>hi</user>", *SHORT, "--json")
+    assert chat == plain and chat[0] == 0
+    (folder / "chat_template.jinja").write_text("{% for")
+    assert fails(call("generate", folder, "--prompt", "hi", "--chat", *SHORT), "chat template")
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('no system role') }}")
+    assert fails(call("generate", folder, "--prompt", "hi", "--chat", *SHORT), "no system role")
+
+
+def test_generate_errors_are_one_line(call, checkpoint, bare, tmp_path):
+    def generate(*arguments, folder=checkpoint):
+        return call("generate", folder, *arguments)
+
+    assert fails(generate("--prompt", "a", "--chat"), "has no chat template; leave --chat out")
+    assert fails(generate("--tokens", "1,2", "--chat"), "--chat needs text")
+    assert fails(generate("--tokens", "1,x"), "--tokens must be integers separated by commas")
+    assert fails(generate("--tokens", "1,512"), "prompt 0 holds token 512, outside the vocabulary of 512")
+    assert fails(generate("--tokens", ",".join(["1"] * 129)), "prompt 0 has 129 tokens, the target's context holds 128")
+    assert fails(generate("--prompt", "a", folder=bare), "has no tokenizer.json; give --tokens instead of text")
+    assert fails(generate("--tokens", "1", "--stop", "x", folder=bare), "has no tokenizer.json")
+    assert fails(generate("--tokens", "1", "--draft", "greedy", folder=bare), "needs a drafter and this checkpoint has none")
+    assert fails(generate("--prompt-file", tmp_path / "missing.txt"), "missing.txt")
+    assert fails(generate("--prompt", "a", folder=tmp_path), "is not a converted checkpoint")
+    assert fails(generate("--prompt", "a", "--num-draft-tokens", 0), "num_draft_tokens must be an integer of at least 1")
+    assert fails(generate("--prompt", "a", "--num-draft-tokens", 5), "exceeds the drafter's block size 4")
+    assert fails(generate("--prompt", "a", "--max-new-tokens", 0), "max_new_tokens must be an integer of at least 1")
+    assert fails(generate("--prompt", "a", "--temperature", -1), "temperature is -1.0")
+    assert fails(generate("--prompt", "a", "--top-p", 0), "top_p is 0.0")
+    assert fails(generate("--prompt", "a", "--seed", -1), "seed -1 is outside")
+    assert fails(generate("--prompt", "a", "--confidence-threshold", 2), "confidence_threshold must be in")
+    assert fails(generate("--prompt", "a", "--stop", ""), "a stop string must not be empty")
+
+
+def test_a_damaged_checkpoint_is_one_line(call, checkpoint, tmp_path):
+    import shutil
+
+    folder = shutil.copytree(checkpoint, tmp_path / "ckpt")
+    shutil.rmtree(folder / "arrays")
+    status, out, err = call("generate", folder, "--tokens", "1", *SHORT)
+    assert (status, out) == (1, "") and err.startswith("error: ")
+
+
+# info
+
+
+def test_info_shows_geometry_formats_and_bytes(call, checkpoint, bare):
+    status, out, err = call("info", checkpoint)
+    assert (status, err) == (0, "")
+    for text in ("format version 1, weights native", "vocab_size", "512", "drafter", "block_size", "bf16"):
+        assert text in out
+    assert "target/layers/0/attention/q_proj/weight" not in out
+    assert "target/layers/0/attention/q_proj/weight" in call("info", checkpoint, "--arrays")[1]
+    assert "drafter: none" in call("info", bare)[1]
+
+
+def test_info_as_json_counts_parameters(call, checkpoint):
+    report = json.loads(call("info", checkpoint, "--json")[1])
+    toy = cases.toy(1, vocab_size=512)
+    for part, module in (("target", toy.target), ("drafter", toy.drafter)):
+        leaves = jax.tree.leaves(module)
+        formats = report[part]["formats"]
+        assert sum(f["parameters"] for f in formats.values()) == sum(a.size for a in leaves)
+        assert sum(f["bytes"] for f in formats.values()) == sum(a.nbytes for a in leaves)
+    assert report["weights"] == "native" and report["drafter"]["config"]["block_size"] == 4
+
+
+def test_info_counts_scales(call, tmp_path):
+    folder = cases.convert(golden.DATA / "m3-nvfp4-modelopt-tiny", tmp_path / "ckpt")
+    formats = json.loads(call("info", folder, "--json")[1])["target"]["formats"]
+    leaves = jax.tree.leaves(golden.model("m3-nvfp4-modelopt-tiny"))
+    assert {"mxfp8", "nvfp4", "bf16", "f32"} == set(formats)
+    found, real = sum(f["bytes"] for f in formats.values()), sum(a.nbytes for a in leaves)
+    # Global scales, four bytes a matrix, are not in the format's bytes per parameter.
+    assert 0 <= real - found < 0.005 * real
+
+
+def test_info_errors(call, tmp_path):
+    assert fails(call("info", tmp_path), "is not a converted checkpoint")
+
+
+# evaluate
+
+
+def test_evaluate_measures_every_combination(call, checkpoint, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "for name in "}\n\n{"tokens": [1, 2, 3]}\n', encoding="utf-8")
+    report_file = tmp_path / "report.json"
+    status, out, err = call(
+        *("evaluate", checkpoint, "--prompts", prompts, "--num-draft-tokens", "1-2", "--verify", "block,match"),
+        *("--draft", "ancestral", "--max-new-tokens", 8, "--passes", 2, "--compute-dtype", "float32"),
+        *("--output", report_file, "--temperature", 2, "--top-p", 1),
+    )
+    assert (status, err) == (0, "")
+    rows = json.loads(report_file.read_text())["rows"]
+    expected = [(k, "ancestral", v) for k in (1, 2) for v in ("block", "match")]
+    assert [(r["num_draft_tokens_per_step"], r["draft"], r["verify"]) for r in rows] == expected
+    for row in rows:
+        histogram, steps = row["acceptance_histogram"], row["num_spec_steps"]
+        accepted = sum(j * n for j, n in enumerate(histogram))
+        assert sum(histogram) == steps > 0 and row["num_accepted_draft_tokens"] == accepted
+        assert row["mean_acceptance_length"] == pytest.approx(1 + accepted / steps)
+        assert len(row["passes"]) == 2
+        assert row["spread"] == pytest.approx(np.std(row["passes"], ddof=1))
+        standard, block = (row["expected_acceptance_length"][m] for m in ("standard", "block"))
+        assert 1 <= standard <= block + 1e-6 <= row["num_draft_tokens_per_step"] + 1 + 1e-6
+        line = f"{row['num_draft_tokens_per_step']:>2} ancestral {row['verify']}"
+        assert line in out and f"{row['mean_acceptance_length']:.3f}" in out
+
+
+def test_evaluate_errors_are_one_line(call, checkpoint, bare, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"tokens": [1, 2, 3]}\n')
+
+    def evaluate_(*arguments, folder=checkpoint, file=prompts):
+        return call("evaluate", folder, "--prompts", file, *arguments)
+
+    assert fails(evaluate_(folder=bare), "has no drafter, so there is nothing to evaluate")
+    assert fails(evaluate_("--num-draft-tokens", "5"), "asks for 5, the drafter's block size is 4")
+    assert fails(evaluate_("--num-draft-tokens", "0-2"), "must name lengths of at least 1")
+    assert fails(evaluate_("--num-draft-tokens", "x"), "must look like 7, 1,3,7 or 1-7")
+    assert fails(evaluate_("--verify", "typical"), "--verify is 'typical'; known: block, standard, match")
+    assert fails(evaluate_("--draft", "none"), "--draft is 'none'; known: ancestral, greedy")
+    assert fails(evaluate_("--passes", 0), "must be at least 1")
+    assert fails(evaluate_(file=tmp_path / "missing.jsonl"), "missing.jsonl")
+    for line, message in (
+        ('{"text": "a"}', 'prompts.jsonl:2 must be {"prompt": text} or {"tokens": [ids]}'),
+        ("[1]", "prompts.jsonl:2 must be"),
+        ("{", "prompts.jsonl:2 is not valid JSON"),
+    ):
+        prompts.write_text(f'{{"tokens": [1]}}\n{line}\n')
+        assert fails(evaluate_(), message)
+    prompts.write_text("\n")
+    assert fails(evaluate_(), "holds no prompt")
+    prompts.write_text('{"tokens": [512]}\n')
+    assert fails(evaluate_("--num-draft-tokens", "1"), "token 512, outside the vocabulary of 512")
+    prompts.write_text('{"tokens": ["a"]}\n')
+    with cases.unchecked():
+        assert fails(evaluate_("--num-draft-tokens", "1"), "flat list of token ids")
+
+
+@pytest.mark.parametrize(
+    ("text", "lengths"), [("7", [7]), ("1,3,7", [1, 3, 7]), ("1-3,7", [1, 2, 3, 7]), ("3,1-3", [1, 2, 3])]
+)
+def test_lists_of_lengths(text, lengths):
+    assert evaluate.parse_lengths(text) == lengths
+
+
+# demo
+
+
+def test_demo_converts_and_generates(call, source, own_cache, monkeypatch):
+    monkeypatch.setattr(demo, "BUNDLED", source)
+    status, out, _ = call("demo", "--max-new-tokens", 4)
+    assert status == 0
+    assert "acceptance length" in out and "tokens/s" in out and "speculative / plain" in out
+    assert [p.name for p in own_cache.iterdir() if p.name.startswith("demo-")] == [f"demo-{ds.__version__}"]
+    # The second time there is nothing to convert.
+    (source / "config.json").rename(source / "moved.json")
+    try:
+        assert call("demo", "--max-new-tokens", 4)[0] == 0
+    finally:
+        (source / "moved.json").rename(source / "config.json")
+
+
+def test_demo_says_what_failed(call, tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "BUNDLED", tmp_path)
+    status, _, err = call("demo", "--folder", tmp_path / "out", "--max-new-tokens", 4)
+    assert status == 1 and err.splitlines()[-1].startswith("error: the bundled checkpoint could not be converted")
+
+
+@pytest.mark.slow
+def test_demo_as_a_user_runs_it(tmp_path):
+    arguments = [sys.executable, "-m", "dspark_jax", "demo", "--max-new-tokens", "8", "--folder", str(tmp_path / "ckpt")]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "speculative / plain" in done.stdout
