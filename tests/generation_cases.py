@@ -149,6 +149,27 @@ def law_toy() -> "ds.Model":
     return model
 
 
+HOT_ROWS = 64
+
+
+def hot_batch() -> tuple:
+    """64 short prompts, their lengths and keys."""
+    prompts = [[(3 * i + j) % 12 for j in range(1 + i % 8)] for i in range(HOT_ROWS)]
+    return *ds.pad_prompts(prompts, (8,)), ds.request_keys(range(HOT_ROWS))
+
+
+@functools.cache
+def hot_model() -> "ds.Model":
+    return toy(1, pad_token_id=7)
+
+
+@functools.cache
+def hot_run(config: "ds.GenerateConfig") -> "ds.Generation":
+    """`hot_model` at temperature 2, where laws are nearly flat and many drafts are accepted, as numpy arrays."""
+    out = run(hot_model(), *hot_batch(), ds.SamplingParams(temperature=2.0), config=config)
+    return jax.tree.map(np.asarray, out)
+
+
 @functools.cache
 def golden_model(name: str) -> "ds.Model":
     """A golden checkpoint with its drafter, if there is one."""

@@ -105,7 +105,9 @@ def test_a_folder_without_a_drafter(folder):
 def test_folders_that_are_not_converted_checkpoints(tmp_path):
     with pytest.raises(ds.CheckpointError, match=r"is not a converted checkpoint: it has no layout\.json$"):
         ds.load(tmp_path / "nothing")
-    with pytest.raises(ds.CheckpointError, match="these are safetensors, convert them first: python -m convert.minimax"):
+    with pytest.raises(
+        ds.CheckpointError, match="these are safetensors, convert them first: python -m convert.minimax"
+    ):
         ds.load(golden.DATA / "m3-bf16-tiny")
     (tmp_path / "ckpt.partial").mkdir()
     with pytest.raises(ds.CheckpointError, match="its conversion was interrupted, finish it with --resume"):
@@ -135,7 +137,10 @@ def test_folders_that_are_not_converted_checkpoints(tmp_path):
             lambda r: r["arrays"]["drafter/fc/weight"].update(shape=[16, 17]),
             r"drafter/fc/weight has shape \(16, 17\), the config asks for \(16, 16\)",
         ),
-        (lambda r: r.update(sparse_layers=[False]), "sparse_attention_freq says 1 for layer 0, but the checkpoint has no"),
+        (
+            lambda r: r.update(sparse_layers=[False]),
+            "sparse_attention_freq says 1 for layer 0, but the checkpoint has no",
+        ),
     ],
 )
 def test_layouts_that_do_not_fit(folder, change, message):

@@ -270,7 +270,9 @@ def test_step_by_step_is_generate(toy):
         before = state
         state, new = ds.step(toy, state, config=config)
         # All of the old state was given away, what the caller passed in was not.
-        assert before.tokens.is_deleted() and before.cache.keys[0].is_deleted() and before.draft_cache.keys[0].is_deleted()
+        assert (
+            before.tokens.is_deleted() and before.cache.keys[0].is_deleted() and before.draft_cache.keys[0].is_deleted()
+        )
         for i in range(3):
             count = int(new.num_tokens[i])
             committed[i] += np.asarray(new.tokens)[i, :count].tolist()
@@ -288,9 +290,7 @@ def test_a_finished_row_does_not_change_while_others_run(toy):
     stop = whole[1][0]
     config = ds.GenerateConfig(max_new_tokens=12, stop_token_ids=(stop,))
     tokens, lengths = padded([*PROMPTS, []])
-    state = ds.prefill(
-        toy, tokens, lengths, ds.request_keys((0, 1, 2, 3)), ds.SamplingParams(), config=config
-    )
+    state = ds.prefill(toy, tokens, lengths, ds.request_keys((0, 1, 2, 3)), ds.SamplingParams(), config=config)
     assert reasons(state)[1] == FinishReason.STOP and reasons(state)[3] == FinishReason.EMPTY
 
     def frozen(state):
@@ -391,7 +391,9 @@ def test_configs_that_the_model_cannot_serve(toy, options, message, entry):
 
 
 def test_models_that_cannot_draft(toy):
-    with pytest.raises(ValueError, match="draft='ancestral' needs a drafter and this checkpoint has none; use draft='none'"):
+    with pytest.raises(
+        ValueError, match="draft='ancestral' needs a drafter and this checkpoint has none; use draft='none'"
+    ):
         run(ds.Model(target=toy.target), PROMPTS, (0, 1, 2), ds.GenerateConfig(max_new_tokens=4))
     plain = cases.toy(1, drafter=dict(confidence_head=False, confidence_with_markov=False))
     with pytest.raises(ValueError, match="confidence_threshold needs a confidence head and this drafter has none"):

@@ -90,7 +90,9 @@ def test_uneven_cuts_are_refused(kind):
         assert {leaf.spec for leaf in leaves} == {P(None, "model", None)}
         if kind == "nvfp4":
             assert specs.global_scale.spec == P(None)
-        message = r"a dim of 7 in \(3, 7, 64\).* cannot be cut over the 2 devices of mesh axis 'model'; set that logical"
+        message = (
+            r"a dim of 7 in \(3, 7, 64\).* cannot be cut over the 2 devices of mesh axis 'model'; set that logical"
+        )
         with pytest.raises(ValueError, match=message):
             cut(7, 64, (None, "mlp", "embed"))
         # Codes of 32 inputs can be cut in two, the one scale they share cannot.
@@ -142,7 +144,11 @@ def test_a_checkpoint_over_two_devices_gives_the_same_logits(tmp_path):
     }
     arguments = [str(folder), str(tmp_path / "tokens.npy"), str(tmp_path / "logits.npy")]
     done = subprocess.run(
-        [sys.executable, "-c", _ON_TWO_DEVICES, *arguments], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", _ON_TWO_DEVICES, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])

@@ -1,5 +1,6 @@
 """Drafting and verifying inside `generate`: golden traces, budgets, stops inside a block, thresholds, long prompts."""
 
+import dataclasses
 import functools
 import json
 import logging
@@ -17,7 +18,7 @@ from dspark_jax.cache import DraftCache
 from dspark_jax.generate_config import FinishReason
 
 TRACE = json.loads((golden.DATA / cases.TRACED / "dspark" / "greedy_trace.json").read_text())
-BATCH = 64
+BATCH = cases.HOT_ROWS
 NEW = 11
 
 
@@ -88,23 +89,7 @@ def test_greedy_runs_follow_the_golden_trace(drafts, draft, verify):
             assert differing_steps(out, 3)
 
 
-# A toy with many rows
-
-
-@pytest.fixture(scope="module")
-def toy() -> ds.Model:
-    return cases.toy(1, pad_token_id=7)
-
-
-def batch(seeds=range(BATCH)):
-    prompts = [[(3 * i + j) % 12 for j in range(1 + i % 8)] for i in range(BATCH)]
-    return *ds.pad_prompts(prompts, (8,)), ds.request_keys(list(seeds))
-
-
-def run(model, config, jitted=cases.run, **params) -> ds.Generation:
-    # Hot, so that laws are nearly flat and many drafts are accepted.
-    params = ds.SamplingParams(**({"temperature": 2.0} | params))
-    return jax.tree.map(np.asarray, jitted(model, *batch(), params, config=config))
+# Many rows of a toy
 
 
 def stats_of(out: ds.Generation) -> ds.AcceptanceStats:
@@ -127,11 +112,10 @@ def drafted_by_step(out: ds.Generation, row: int) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def recorded(toy) -> dict[int, ds.Generation]:
+def recorded() -> dict[int, ds.Generation]:
     """By number of drafts."""
-    return {
-        k: run(toy, ds.GenerateConfig(max_new_tokens=NEW, num_draft_tokens=k, record_steps=True)) for k in (1, 2, 3, 4)
-    }
+    config = ds.GenerateConfig(max_new_tokens=NEW, record_steps=True)
+    return {k: cases.hot_run(dataclasses.replace(config, num_draft_tokens=k)) for k in (1, 2, 3, 4)}
 
 
 @pytest.mark.parametrize("drafts", [1, 2, 3, 4])
@@ -163,33 +147,32 @@ def test_drafts_are_accepted_and_rejected(recorded):
         assert set(accepted) == set(range(drafts + 1))
 
 
-def test_neither_mask_nor_padding_is_ever_drafted(toy, recorded):
-    mask = toy.drafter.config.mask_token_id
+def test_neither_mask_nor_padding_is_ever_drafted(recorded):
+    mask = cases.hot_model().drafter.config.mask_token_id
     for out in recorded.values():
         assert out.steps.draft_tokens.max() < mask
         # The target may emit it: it is a token like any other there.
         assert (out.tokens == mask).any()
 
 
-def test_a_budget_of_one_token_needs_no_step(toy):
+def test_a_budget_of_one_token_needs_no_step():
     config = ds.GenerateConfig(max_new_tokens=1, record_steps=True)
-    out = run(toy, config)
+    out = cases.hot_run(config)
     assert out.lengths.tolist() == [1] * BATCH and (out.steps.accepted == -1).all()
     assert int(out.stats.num_steps.sum()) == 0
 
 
-def test_one_draft_is_verified_alike_by_standard_and_block(toy, recorded):
+def test_one_draft_is_verified_alike_by_standard_and_block(recorded):
     config = ds.GenerateConfig(max_new_tokens=NEW, num_draft_tokens=1, verify="standard", record_steps=True)
-    jax.tree.map(np.testing.assert_array_equal, run(toy, config), recorded[1])
+    jax.tree.map(np.testing.assert_array_equal, cases.hot_run(config), recorded[1])
 
 
 # Stop tokens
 
 
-def test_a_stop_token_inside_an_accepted_block_cuts_it_there(toy, recorded):
+def test_a_stop_token_inside_an_accepted_block_cuts_it_there(recorded):
     whole, stop = recorded[4], 3
-    config = ds.GenerateConfig(max_new_tokens=NEW, record_steps=True, stop_token_ids=(stop,))
-    out = run(toy, config)
+    out = cases.hot_run(ds.GenerateConfig(max_new_tokens=NEW, record_steps=True, stop_token_ids=(stop,)))
     inside = 0
     for row in range(BATCH):
         tokens = whole.tokens[row].tolist()
@@ -208,14 +191,16 @@ def test_a_stop_token_inside_an_accepted_block_cuts_it_there(toy, recorded):
     assert inside > 5, "rows whose stop token had accepted tokens behind it"
 
 
-def test_a_cut_in_the_wrong_place_would_show(toy, recorded, monkeypatch):
+def test_a_cut_in_the_wrong_place_would_show(recorded, monkeypatch):
     """Mutant: the whole step that holds a stop token is emitted."""
     right = generation._is_in
     monkeypatch.setattr(generation, "_is_in", lambda tokens, ids: right(tokens, ids) & _last_real(tokens))
     stop = 3
-    out = run(toy, ds.GenerateConfig(max_new_tokens=NEW, stop_token_ids=(stop,)), cases.jit_generate())
+    config = ds.GenerateConfig(max_new_tokens=NEW, stop_token_ids=(stop,))
+    params = ds.SamplingParams(temperature=2.0)
+    out = cases.jit_generate()(cases.hot_model(), *cases.hot_batch(), params, config=config)
     ends = [t.index(stop) + 1 if stop in t else NEW for t in recorded[4].tokens.tolist()]
-    assert out.lengths.tolist() != ends
+    assert np.asarray(out.lengths).tolist() != ends
 
 
 def _last_real(tokens: jax.Array) -> jax.Array:
@@ -225,6 +210,11 @@ def _last_real(tokens: jax.Array) -> jax.Array:
 
 
 # Confidence threshold
+
+
+def _hot(model: ds.Model, config: ds.GenerateConfig) -> ds.Generation:
+    params = ds.SamplingParams(temperature=2.0)
+    return jax.tree.map(np.asarray, cases.run(model, *cases.hot_batch(), params, config=config))
 
 
 def test_the_threshold_cuts_before_the_first_unsure_slot():
@@ -240,7 +230,7 @@ def test_the_threshold_cuts_before_the_first_unsure_slot():
     assert np.abs(confidence - threshold).min() > 1e-3
     assert 2 < (confidence < threshold).sum() < 10
     config = ds.GenerateConfig(max_new_tokens=NEW, record_steps=True, confidence_threshold=threshold)
-    out = run(model, config)
+    out = _hot(model, config)
 
     def lengths(first_slot_reads: int) -> bool:
         """Whether every step drafted up to the first slot whose previous token is unsure."""
@@ -263,7 +253,7 @@ def test_the_threshold_cuts_before_the_first_unsure_slot():
     assert lengths(0)
     assert not lengths(1), "mutant: the threshold reads the slot's own token"
     # Without one, nothing is cut; at 1 nothing is drafted, and plain decoding goes on.
-    none = run(model, ds.GenerateConfig(max_new_tokens=NEW, record_steps=True, confidence_threshold=1.0))
+    none = _hot(model, ds.GenerateConfig(max_new_tokens=NEW, record_steps=True, confidence_threshold=1.0))
     assert (none.steps.draft_tokens == -1).all() and none.lengths.tolist() == [NEW] * BATCH
     assert int(none.stats.num_spec_steps.sum()) == 0 and int(none.stats.num_steps.sum()) == BATCH * (NEW - 1)
 
@@ -271,10 +261,10 @@ def test_the_threshold_cuts_before_the_first_unsure_slot():
 # Benchmark mode
 
 
-def test_forced_acceptance_gives_the_mean_that_was_asked_for(toy, caplog):
+def test_forced_acceptance_gives_the_mean_that_was_asked_for(caplog):
     with caplog.at_level(logging.WARNING, logger="dspark_jax"):
         config = ds.GenerateConfig(max_new_tokens=41, benchmark_forced_acceptance=1.5, record_steps=True)
-        out = run(toy, config)
+        out = cases.hot_run(config)
     assert "BENCHMARK ONLY" in caplog.text
     # 40 tokens behind the first, 2.5 a step: 16 steps, all alike in every row.
     assert out.stats.num_spec_steps.tolist() == [16] * BATCH
@@ -288,12 +278,12 @@ def test_forced_acceptance_gives_the_mean_that_was_asked_for(toy, caplog):
 # Expected acceptance
 
 
-def test_expected_acceptance_is_what_happens_on_average(toy, recorded):
+def test_expected_acceptance_is_what_happens_on_average(recorded):
     """The coin-free lengths of both rules, counted in one run of each: means over many steps agree."""
     found = {}
     for verify in ("standard", "block", "match"):
         config = ds.GenerateConfig(max_new_tokens=40, verify=verify, expected_acceptance=True, num_draft_tokens=3)
-        stats = stats_of(run(toy, config)).total()
+        stats = stats_of(cases.hot_run(config)).total()
         found[verify] = float(stats.mean_acceptance_length), np.asarray(stats.expected_acceptance_length)
     for i, verify in enumerate(("standard", "block")):
         counted, expected = found[verify]

@@ -140,15 +140,13 @@ def test_stats_are_a_pytree(steps):
 
 def test_generate_counts_its_own_steps():
     """The stats of a generation are those of its recorded steps, cut at stop tokens where they say so."""
-    stop, new = 3, 14
-    model = cases.toy(1)
-    prompts = [[(3 * i + j) % 12 for j in range(1 + i % 8)] for i in range(32)]
-    config = ds.GenerateConfig(max_new_tokens=new, num_draft_tokens=SLOTS, record_steps=True, stop_token_ids=(stop,))
-    params = ds.SamplingParams(temperature=2.0)
-    out = cases.run(model, *ds.pad_prompts(prompts, (8,)), ds.request_keys(range(32)), params, config=config)
-    record = jax.tree.map(np.asarray, out.steps)
+    # The configuration of a test in test_speculative.py: one program for both.
+    out = cases.hot_run(ds.GenerateConfig(max_new_tokens=11, record_steps=True, stop_token_ids=(3,)))
+    stats = jax.tree.map(jnp.asarray, out.stats)
+    rows = cases.HOT_ROWS
+    record = out.steps
     accepted = record.accepted.T
-    emitted, done = np.zeros_like(accepted), np.ones(32, int)
+    emitted, done = np.zeros_like(accepted), np.ones(rows, int)
     for i in range(accepted.shape[0]):
         emitted[i] = np.where(accepted[i] >= 0, np.minimum(accepted[i] + 1, np.asarray(out.lengths) - done), 0)
         done += emitted[i]
@@ -159,9 +157,9 @@ def test_generate_counts_its_own_steps():
         "num_emitted": emitted,
         "expected_accepted": np.zeros((*accepted.shape, 2)),
     }
-    expected = [recount(counted, row) for row in range(32)]
-    assert agree(out.stats, [{k: v for k, v in e.items() if k != "expected_acceptance_length"} for e in expected])
+    expected = [recount(counted, row) for row in range(rows)]
+    assert agree(stats, [{k: v for k, v in e.items() if k != "expected_acceptance_length"} for e in expected])
     # Some row stopped inside a block, so that raw and cut figures differ.
-    raw = np.asarray(out.stats.num_accepted_draft_tokens + out.stats.num_spec_steps)
-    assert (raw > np.asarray(out.stats.num_emitted_tokens)).any()
+    raw = np.asarray(stats.num_accepted_draft_tokens + stats.num_spec_steps)
+    assert (raw > np.asarray(stats.num_emitted_tokens)).any()
     assert (done == np.asarray(out.lengths)).all()

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
@@ -18,7 +19,7 @@ class Draft(NamedTuple):
     """A block of drafts.
 
     Attributes:
-      tokens: i32 [B,K].
+      tokens: i32 [B,K]; -1 where a row had no finite logit.
       log_q: fp32 [B,K,V], what each token was drawn from: one-hot in greedy rows. None for method "greedy", whose
         tokens were not drawn at all: `verify` then uses the one-hot rule.
       prev_embeddings: [B,K,r], the Markov embedding of the token before each draft, which the confidence head reads.
@@ -50,7 +51,7 @@ def draft(
       base_logits, hidden: the drafter's output at each slot, any float dtype; sampling is in fp32.
       anchor: the last committed token.
       markov: (previous tokens [B], hidden of the slot [B,H], carry) -> bias [B,V], embedding of the previous token
-        [B,r], carry. The first call gets carry None; what it returns is passed on.
+        [B,r], carry. The first call gets carry None; later ones get what the call before returned, of one structure.
       temperature: one or one per request; below 1e-5 a row drafts its argmax chain, the first index of equal logits.
       keys: the step's keys, the same ones that `verify` gets.
       method: "ancestral" draws each token; "greedy" takes the argmax in every row.
@@ -66,17 +67,28 @@ def draft(
     temperature = jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), (batch,))
     if allowed is None:
         allowed = jnp.ones((vocab,), bool)
-    previous, carry = anchor, None
-    tokens, embeddings, log_q = [], [], []
-    for slot in range(slots):
-        bias, embedding, carry = markov(previous, hidden[:, slot], carry)
-        logits = base_logits[:, slot].astype(jnp.float32) + bias.astype(jnp.float32)
-        previous, proposal = choose(logits, temperature, draft_keys(keys, slot), allowed)
-        tokens.append(previous)
-        embeddings.append(embedding)
-        log_q.append(proposal)
-    proposals = None if log_q[0] is None else jnp.stack(log_q, axis=1)
-    return Draft(jnp.stack(tokens, axis=1), proposals, jnp.stack(embeddings, axis=1))
+
+    def draft_slot(slot: int | Array, previous: Array, carry: object) -> tuple[Draft, object]:
+        bias, embedding, carry = markov(previous, _slot(hidden, slot), carry)
+        logits = _slot(base_logits, slot).astype(jnp.float32) + bias.astype(jnp.float32)
+        token, log_q = choose(logits, temperature, draft_keys(keys, slot), allowed)
+        return Draft(token, log_q, embedding), carry
+
+    def draft_next(slot: Array, state: tuple[Draft, Array, object]) -> tuple[Draft, Array, object]:
+        block, previous, carry = state
+        drafted, carry = draft_slot(slot, previous, carry)
+        block = jax.tree.map(lambda rows, row: rows.at[:, slot].set(row), block, drafted)
+        return block, drafted.tokens, carry
+
+    # The first slot stands alone, because only there the carry is None. The loop fills log_q where it lies: joined from
+    # single slots it would be in memory twice.
+    first, carry = draft_slot(0, anchor, None)
+    block = jax.tree.map(lambda row: jnp.repeat(row[:, None], slots, axis=1), first)
+    return lax.fori_loop(1, slots, draft_next, (block, first.tokens, carry))[0]
+
+
+def _slot(rows: Array, slot: int | Array) -> Array:
+    return lax.dynamic_index_in_dim(rows, slot, axis=1, keepdims=False)
 
 
 def _ancestral(logits: Array, temperature: Array, keys: Array, allowed: Array) -> tuple[Array, Array]:

@@ -32,7 +32,7 @@ def request_keys(seeds: int | Sequence[int] | np.ndarray | Array) -> Key[Array, 
       seeds: an integer or B integers in [0, 2**64). A traced array may have any integer dtype.
 
     Returns:
-      Keys [B], of JAX's threefry implementation whatever the session's default: others draw different numbers for a row
+      Keys [B], of JAX's threefry implementation whatever the configured default: others draw different numbers for a row
       when the batch changes. For seeds under 2**32 they equal `jax.random.key(seed)`.
 
     Raises:
@@ -90,9 +90,9 @@ def purpose_keys(keys: Key[Array, " B"], purpose: Purpose) -> Key[Array, " B"]:
     return _fold(keys, jnp.uint32(purpose))
 
 
-def draft_keys(keys: Key[Array, " B"], slot: int) -> Key[Array, " B"]:
+def draft_keys(keys: Key[Array, " B"], slot: int | Int[Array, ""]) -> Key[Array, " B"]:
     """The keys of draft slot 0..K-1 within a step."""
-    return _fold(purpose_keys(keys, Purpose.DRAFT), jnp.uint32(slot))
+    return _fold(purpose_keys(keys, Purpose.DRAFT), jnp.asarray(slot).astype(jnp.uint32))
 
 
 def row_keys(keys: Key[Array, " B"], row: Int[Array, ""]) -> Key[Array, " B"]:

@@ -80,7 +80,7 @@ class Chain:
         block = partial(
             sampling.draft,
             jnp.asarray(BASE)[second, anchor],
-            jnp.zeros((streams, SLOTS, 1), jnp.float32),
+            jnp.broadcast_to(jnp.arange(SLOTS, dtype=jnp.float32)[None, :, None], (streams, SLOTS, 1)),
             anchor,
             temperature=TEMPERATURE,
             keys=step_keys,
@@ -90,9 +90,12 @@ class Chain:
         tokens, log_q = drafted.tokens, drafted.log_q
         if self.argmax_as_sampled:
             tokens = block(markov=markov, method="greedy").tokens
-            chain = iter([anchor, *tokens.T])
-            forced = block(markov=lambda _, hidden, carry: markov(next(chain), hidden, carry), method="ancestral")
-            log_q = forced.log_q
+            chain = jnp.concatenate([anchor[:, None], tokens], axis=1)
+
+            def forced(_, hidden, carry):
+                return markov(chain[jnp.arange(streams), hidden[:, 0].astype(jnp.int32)], hidden, carry)
+
+            log_q = block(markov=forced, method="ancestral").log_q
         before = jnp.concatenate([context, tokens], axis=1)
         logits = jnp.asarray(TARGET)[before[:, :-1], before[:, 1:]]
         params = sampling.SamplingParams(temperature=TEMPERATURE, **dict(self.filters))

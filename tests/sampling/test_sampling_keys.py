@@ -49,7 +49,7 @@ def test_bad_seeds(seeds, error, words):
         sampling.request_keys(seeds)
 
 
-def test_keys_are_threefry_whatever_the_session_prefers():
+def test_keys_are_threefry_whatever_the_default_is():
     with jax.default_prng_impl("rbg"):
         assert jax.random.key_impl(sampling.request_keys([1, 2])) == "threefry2x32"
 
