@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 import dspark_jax as ds
+from convert import conversion
 from dspark_jax.formats import MXFP8Array, NVFP4Array
 
 
@@ -38,7 +39,7 @@ def folder(converted, tmp_path):
 
 def values(module) -> dict[str, np.ndarray]:
     state = nnx.to_flat_state(nnx.state(module, nnx.Param))
-    return {"/".join(map(str, path)): np.asarray(p.get_value()) for path, p in state}
+    return {"/".join(map(str, path)): p.get_value() for path, p in state}
 
 
 def edit(folder, change) -> None:
@@ -83,6 +84,18 @@ def test_golden_checkpoints_load_in_both_formats(tmp_path):
     assert np.abs(np.asarray(cases.target_logits(wide, tokens))[0] - expected).max() < golden.TOLERANCE["logits"]
 
 
+def test_stacks_that_were_stored_in_parts_are_joined(tmp_path, monkeypatch):
+    """Experts that exceed the converter's memory lie in several arrays, of unequal size where 12 is cut into 5."""
+    name, plan = "m3-nvfp4-modelopt-tiny", conversion._plan
+    whole = ds.load(cases.convert(golden.DATA / name, tmp_path / "whole"))
+    stacks = [path for path in values(whole.target) if "/experts/" in path]
+    split = {f"target/{path}": 5 for path in stacks}
+    monkeypatch.setattr(conversion, "_plan", lambda source, options: plan(source, options, parts=split))
+    folder = cases.convert(golden.DATA / name, tmp_path / "parts")
+    assert ds.Layout.read(folder).arrays[f"target/{stacks[0]}"]["parts"] == 5
+    jax.tree.map(np.testing.assert_array_equal, ds.load(folder), whole)
+
+
 def test_a_folder_with_a_drafter_alone(source, tmp_path):
     folder = cases.convert(source / "dspark", tmp_path / "drafter")
     with pytest.raises(ds.CheckpointError, match="holds a drafter only; load it with load_drafter"):
@@ -105,9 +118,7 @@ def test_a_folder_without_a_drafter(folder):
 def test_folders_that_are_not_converted_checkpoints(tmp_path):
     with pytest.raises(ds.CheckpointError, match=r"is not a converted checkpoint: it has no layout\.json$"):
         ds.load(tmp_path / "nothing")
-    with pytest.raises(
-        ds.CheckpointError, match="these are safetensors, convert them first: python -m convert.minimax"
-    ):
+    with pytest.raises(ds.CheckpointError, match="these are safetensors, convert them first: python -m convert"):
         ds.load(golden.DATA / "m3-bf16-tiny")
     (tmp_path / "ckpt.partial").mkdir()
     with pytest.raises(ds.CheckpointError, match="its conversion was interrupted, finish it with --resume"):

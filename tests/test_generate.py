@@ -1,4 +1,4 @@
-"""Plain decoding, and everything about `generate`, `prefill` and `step` that does not depend on how drafts are verified."""
+"""Plain decoding, and all of `generate`, `prefill` and `step` that does not depend on how drafts are verified."""
 
 import dataclasses
 import logging
@@ -179,7 +179,7 @@ def test_a_stop_token_on_the_last_place_of_the_budget_is_a_stop(toy):
 
 @pytest.mark.parametrize("draft", ["none", "ancestral"])
 def test_rows_end_where_the_context_ends(draft):
-    """Prompts that leave room for none, one, two, six tokens, and an empty one, beside each other in a context of 16."""
+    """Prompts that leave room for 0, 1, 2 and 6 tokens, and an empty one, side by side in a context of 16."""
     prompts = [[(5 * i + j) % 12 for j in range(n)] for i, n in enumerate((16, 15, 14, 10, 0))]
     config = ds.GenerateConfig(max_new_tokens=12, draft=draft, record_steps=True)
     small, large = (cases.toy(3, max_context=n) for n in (16, 64))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 import logging
 
@@ -127,7 +128,7 @@ def test_tokens_are_those_of_the_steps_and_fill_the_budget_exactly(recorded, dra
     for row in range(BATCH):
         steps = emitted_by_step(out, row)
         tokens = out.tokens[row].tolist()
-        assert [tokens[0], *sum(steps, [])] == tokens
+        assert [tokens[0], *itertools.chain(*steps)] == tokens
         # As many drafts as the budget has room for, with the token behind them.
         done = 1
         for step, drafted in zip(steps, drafted_by_step(out, row), strict=True):
@@ -272,7 +273,7 @@ def test_forced_acceptance_gives_the_mean_that_was_asked_for(caplog):
     assert out.lengths.tolist() == [41] * BATCH
     for row in range(3):
         tokens = out.tokens[row].tolist()
-        assert [tokens[0], *sum(emitted_by_step(out, row), [])] == tokens
+        assert [tokens[0], *itertools.chain(*emitted_by_step(out, row))] == tokens
 
 
 # Expected acceptance

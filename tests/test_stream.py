@@ -1,5 +1,7 @@
 """Streaming: the same tokens as `generate`, one event a step; text in and text out."""
 
+import itertools
+
 import generation_cases as cases
 import jax
 import jax.numpy as jnp
@@ -48,7 +50,7 @@ def stream(toy, prompts=PROMPTS, **options) -> list[streaming.StreamEvent]:
 def test_events_join_to_the_tokens_of_generate(toy, whole):
     params = ds.SamplingParams(temperature=jnp.float32(1.0))
     events = stream(toy, params=params)
-    joined = [sum((list(e.tokens[i]) for e in events), []) for i in range(3)]
+    joined = [list(itertools.chain(*(e.tokens[i] for e in events))) for i in range(3)]
     assert joined == rows(whole)
     assert [len(t) for t in events[0].tokens] == [1, 0, 1], "the prefill's token is an event of its own"
     assert len(events) == 1 + int(whole.stats.num_steps.max())
@@ -66,6 +68,13 @@ def test_a_stream_may_be_left_early(toy, whole):
     first = next(events)
     assert first.tokens[0] == (rows(whole)[0][0],)
     events.close()
+
+
+def test_one_program_serves_every_step_and_prompt_of_a_bucket(toy):
+    stream(toy)
+    before = ds.prefill._cache_size(), ds.step._cache_size()
+    assert len(stream(toy, prompts=[[7], [8, 8], [6]], seeds=[1, 2, 3])) > 3
+    assert (ds.prefill._cache_size(), ds.step._cache_size()) == before
 
 
 def test_seeds_count_up_from_zero(toy):

@@ -32,7 +32,7 @@ def request_keys(seeds: int | Sequence[int] | np.ndarray | Array) -> Key[Array, 
       seeds: an integer or B integers in [0, 2**64). A traced array may have any integer dtype.
 
     Returns:
-      Keys [B], of JAX's threefry implementation whatever the configured default: others draw different numbers for a row
+      Keys [B], of JAX's threefry implementation whatever the default is: others draw different numbers for a row
       when the batch changes. For seeds under 2**32 they equal `jax.random.key(seed)`.
 
     Raises:
