@@ -176,7 +176,10 @@ def load_drafter(
     config, kinds = layout.drafter, layout.formats()
     check_head_tensors(config, {path: tuple(entry["shape"]) for path, entry in layout.arrays.items()})
     abstract = nnx.eval_shape(lambda: DSparkDrafter(config, formats=kinds, compute_dtype=compute_dtype))
-    return _restore(abstract, "drafter", layout, weights=weights, mesh=mesh, rules=rules)
+    drafter = _restore(abstract, "drafter", layout, weights=weights, mesh=mesh, rules=rules)
+    if mesh is not None and mesh.size > 1:
+        drafter.attention_implementation = "xla"
+    return drafter
 
 
 def _restore[M: nnx.Module](

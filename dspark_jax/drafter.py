@@ -161,6 +161,8 @@ class DSparkDrafter(nnx.Module):
       markov_head: a `dspark_jax.heads.MarkovHead`, or `NoMarkov`, which biases nothing.
       confidence_head: a `dspark_jax.heads.ConfidenceHead`, or None.
       embed_tokens, lm_head: its own `Embedding`s, or None where it uses the target's.
+      attention_implementation: kernels that `block` uses unless told otherwise. `load` sets "xla" on a mesh of several
+        devices, where XLA cannot split a kernel by itself.
 
     Args:
       config: geometry and constants.
@@ -190,6 +192,7 @@ class DSparkDrafter(nnx.Module):
         self.lm_head = Embedding(scope / "lm_head", config.vocab_size, h) if own else None
         self.config = config
         self.compute_dtype = jnp.dtype(compute_dtype)
+        self.attention_implementation: str | None = None
 
     def make_cache(self, batch: int, capacity: int | None = None) -> DraftCache:
         """An empty cache for `batch` rows in the compute dtype.
@@ -261,7 +264,8 @@ class DSparkDrafter(nnx.Module):
             of its own and not the beginning of a longer one.
           embed, head: the target's embedding and head; a drafter that has its own needs none.
           lowering: see `Lowering`.
-          implementation: which kernels; None for the best ones for this device (see `pallas_kernels`).
+          implementation: which kernels (see `pallas_kernels`); None for `attention_implementation`, and where that is
+            None too for the best ones for this device.
 
         Raises:
           ConfigError: `num_slots` is not in 1..block size.
@@ -274,6 +278,7 @@ class DSparkDrafter(nnx.Module):
             raise ConfigError(
                 f"num_draft_tokens must be between 1 and the drafter's block size {c.block_size}, found {k}"
             )
+        implementation = implementation or self.attention_implementation
         embed = self.embed_tokens if embed is None else embed
         head = self.lm_head if head is None else head
         if embed is None or head is None:
