@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint.experimental.v1 as ocp
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 
 from dspark_jax import formats
 from dspark_jax.config import DrafterConfig, TargetConfig
@@ -188,6 +188,9 @@ def _restore[M: nnx.Module](
     """`abstract` with the arrays of the checkpoint in place of its shapes."""
     if weights not in ("native", "bf16"):
         raise ValueError(f"weights must be 'native' or 'bf16', found {weights!r}")
+    if mesh is not None:
+        # XLA places intermediate values; explicit axes would ask every operation of the model for a sharding.
+        mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
     graph, state = nnx.split(abstract)
     variables = {"/".join(map(str, (root, *path))): v for path, v in nnx.to_flat_state(state)}
     stored = {path for path in layout.arrays if path.startswith(f"{root}/")}
