@@ -4,7 +4,7 @@
 
 Makes a checkpoint of one layer with 128 experts of 6144 x 3072 in MXFP8 (7.5 GB of random bytes), then alternates `cp`
 of its shards and a conversion, each followed by a sync, and prints the median and the spread of both, and the peak of
-anonymous memory. Needs about four times the bytes on disk for a moment; removes everything that it made.
+anonymous memory. Needs twice those bytes on disk; removes everything that it made.
 """
 
 import argparse
