@@ -20,6 +20,7 @@ class FinishReason(enum.IntEnum):
     LENGTH = 2  # it emitted max_new_tokens tokens
     CONTEXT = 3  # it fills the target's context (a prompt that does so still gets the one token behind it)
     EMPTY = 4  # its prompt has no token
+    INVALID = 5  # the target gave it no law to draw from: logits that are all NaN or -inf
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -162,7 +162,8 @@ def _emit(
     logits: Float[Array, "B N V"],
     stop_ids: tuple[int, ...],
 ) -> tuple[GenerationState, Committed]:
-    """Append the first `count` of `tokens` to each row's output, up to a stop token or the row's budget."""
+    """Append the first `count` of `tokens` to each row's output, up to a stop token, the row's budget or a draw that
+    had no law to draw from (-1)."""
     batch, width = tokens.shape
     slot = jnp.arange(width, dtype=jnp.int32)[None, :]
     room = state.tokens.shape[1]
@@ -170,6 +171,9 @@ def _emit(
     stopped = jnp.any(stops, axis=1)
     count = jnp.where(stopped, jnp.argmax(stops, axis=1).astype(jnp.int32) + 1, count)
     count = jnp.minimum(count, room - state.num_tokens)
+    invalid = (tokens < 0) & (slot < count[:, None])
+    broken = jnp.any(invalid, axis=1)
+    count = jnp.where(broken, jnp.argmax(invalid, axis=1).astype(jnp.int32), count)
     kept = slot < count[:, None]
     where = jnp.where(kept, state.num_tokens[:, None] + slot, room)
     rows = jnp.arange(batch, dtype=jnp.int32)[:, None]
@@ -182,6 +186,7 @@ def _emit(
     ended = jnp.where(stopped, FinishReason.STOP.value, FinishReason.LENGTH.value)
     running = state.finish_reason == FinishReason.RUNNING
     reason = jnp.where(running & (stopped | (num_tokens >= room)), ended, state.finish_reason)
+    reason = jnp.where(running & broken, FinishReason.INVALID.value, reason)
     state = dataclasses.replace(
         state,
         tokens=state.tokens.at[rows, where].set(tokens, mode="drop"),
