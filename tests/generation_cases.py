@@ -28,13 +28,15 @@ from dspark_jax.target import MiniMaxTarget
 TRACED = "m31-flash-tiny"
 
 
+def jit_once(function, **options):
+    """`jax.jit` for programs that run a few times: compiling is nearly all of their work, so a CPU optimises nothing."""
+    fast = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+    return jax.jit(function, compiler_options=fast, **options)
+
+
 def jit_generate():
     """A jitted `generate` of its own: tests that patch the library trace it afresh."""
-    # Compiling is nearly all of the work here, so on a CPU nothing is optimised.
-    options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
-    return jax.jit(
-        lambda *a, config: ds.generate(*a, config=config), static_argnames="config", compiler_options=options
-    )
+    return jit_once(lambda *a, config: ds.generate(*a, config=config), static_argnames="config")
 
 
 run = jit_generate()
@@ -177,7 +179,7 @@ def golden_model(name: str) -> "ds.Model":
     return ds.Model(target=golden.model(name), drafter=drafter)
 
 
-target_logits = jax.jit(ds.target_logits)
+target_logits = jit_once(ds.target_logits)
 
 
 def continuation_logits(model: "ds.Model", prompt: Sequence[int], new: Sequence[int]) -> np.ndarray:

@@ -14,12 +14,14 @@ import pytest
 import dspark_jax as ds
 from dspark_jax.commands import demo, evaluate, main
 
+# Compiling is nearly all of the time of these tests, and most of it goes with the block size.
+SMALL = dict(block_size=2)
 TEMPLATE = "<user>{{ messages[0].content }}</user>"
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    return cases.write_source(tmp_path_factory.mktemp("toy") / "source", cases.toy(1, vocab_size=512))
+    return cases.write_source(tmp_path_factory.mktemp("toy") / "source", cases.toy(1, vocab_size=512, drafter=SMALL))
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +187,7 @@ def test_generate_errors_are_one_line(call, checkpoint, bare, tmp_path):
     assert fails(
         generate("--prompt", "a", "--num-draft-tokens", 0), "num_draft_tokens must be an integer of at least 1"
     )
-    assert fails(generate("--prompt", "a", "--num-draft-tokens", 5), "exceeds the drafter's block size 4")
+    assert fails(generate("--prompt", "a", "--num-draft-tokens", 5), "exceeds the drafter's block size 2")
     assert fails(generate("--prompt", "a", "--max-new-tokens", 0), "max_new_tokens must be an integer of at least 1")
     assert fails(generate("--prompt", "a", "--temperature", -1), "temperature is -1.0")
     assert fails(generate("--prompt", "a", "--top-p", 0), "top_p is 0.0")
@@ -216,13 +218,13 @@ def test_info_shows_geometry_formats_and_bytes(call, checkpoint, bare):
 
 def test_info_as_json_counts_parameters(call, checkpoint):
     report = json.loads(call("info", checkpoint, "--json")[1])
-    toy = cases.toy(1, vocab_size=512)
+    toy = cases.toy(1, vocab_size=512, drafter=SMALL)
     for part, module in (("target", toy.target), ("drafter", toy.drafter)):
         leaves = jax.tree.leaves(module)
         formats = report[part]["formats"]
         assert sum(f["parameters"] for f in formats.values()) == sum(a.size for a in leaves)
         assert sum(f["bytes"] for f in formats.values()) == sum(a.nbytes for a in leaves)
-    assert report["weights"] == "native" and report["drafter"]["config"]["block_size"] == 4
+    assert report["weights"] == "native" and report["drafter"]["config"]["block_size"] == 2
 
 
 def test_info_counts_scales(call, tmp_path):
@@ -276,7 +278,7 @@ def test_evaluate_errors_are_one_line(call, checkpoint, bare, tmp_path):
         return call("evaluate", folder, "--prompts", file, *arguments)
 
     assert fails(evaluate_(folder=bare), "has no drafter, so there is nothing to evaluate")
-    assert fails(evaluate_("--num-draft-tokens", "5"), "asks for 5, the drafter's block size is 4")
+    assert fails(evaluate_("--num-draft-tokens", "5"), "asks for 5, the drafter's block size is 2")
     assert fails(evaluate_("--num-draft-tokens", "0-2"), "must name lengths of at least 1")
     assert fails(evaluate_("--num-draft-tokens", "x"), "must look like 7, 1,3,7 or 1-7")
     assert fails(evaluate_("--verify", "typical"), "--verify is 'typical'; known: block, standard, match")

@@ -27,6 +27,12 @@ def toy() -> ds.Model:
     return cases.toy(1, num_layers=2, moe_layers=(False, True), pad_token_id=7)
 
 
+@pytest.fixture(scope="module")
+def plain() -> ds.Model:
+    """One layer and no drafter: for what every model does alike."""
+    return cases.toy(1, with_drafter=False, pad_token_id=7)
+
+
 def padded(prompts, width: int = 8):
     return ds.pad_prompts(prompts, (width,))
 
@@ -95,16 +101,15 @@ def test_same_seed_same_tokens_and_different_seeds_differ(toy):
 @pytest.fixture(scope="module")
 def coin_toy() -> ds.Model:
     """Every target law is uniform, whatever the prompt: tokens are random bits and nothing else."""
-    model = cases.toy(2)
+    model = cases.toy(2, num_layers=2, moe_layers=(False, True), pad_token_id=7)
     model.target.lm_head.weight.set_value(jnp.zeros_like(model.target.lm_head.weight.get_value()))
     return model
 
 
 BATCHES = {
-    "alone": ((0,), {}),
     "in another order": ((2, 0, 1), {}),
-    "beside an empty row": ((0, None, 1, 2), {}),
-    "in a wider bucket": ((0, 1, 2), dict(width=24)),
+    "alone": ((0,), {}),
+    "beside an empty row, in a wider bucket": ((1, None, 0, 2), dict(width=24)),
     "prefilled in chunks": ((0, 1, 2), dict(chunk=3)),
 }
 
@@ -138,19 +143,19 @@ def test_random_bits_come_from_the_seed_alone(coin_toy):
 # How rows end
 
 
-def test_exact_lengths_and_padding(toy):
-    out = run(toy, PROMPTS, (0, 1, 2))
+def test_exact_lengths_and_padding(plain):
+    out = run(plain, PROMPTS, (0, 1, 2))
     assert np.asarray(out.lengths).tolist() == [12] * 3
     assert reasons(out) == [FinishReason.LENGTH] * 3
-    one = run(toy, PROMPTS, (0, 1, 2), dataclasses.replace(PLAIN, max_new_tokens=1))
+    one = run(plain, PROMPTS, (0, 1, 2), dataclasses.replace(PLAIN, max_new_tokens=1))
     assert rows(one) == [r[:1] for r in rows(out)]
     assert reasons(one) == [FinishReason.LENGTH] * 3
 
 
-def test_stop_tokens_end_a_row_as_its_last_token(toy):
-    whole = rows(run(toy, PROMPTS, (0, 1, 2)))
+def test_stop_tokens_end_a_row_as_its_last_token(plain):
+    whole = rows(run(plain, PROMPTS, (0, 1, 2)))
     stops = (whole[0][4], whole[1][0])
-    out = run(toy, PROMPTS, (0, 1, 2), dataclasses.replace(PLAIN, stop_token_ids=stops))
+    out = run(plain, PROMPTS, (0, 1, 2), dataclasses.replace(PLAIN, stop_token_ids=stops))
     for i, row in enumerate(whole):
         end = next((j for j, t in enumerate(row) if t in stops), None)
         assert rows(out)[i] == (row if end is None else row[: end + 1])
@@ -160,20 +165,20 @@ def test_stop_tokens_end_a_row_as_its_last_token(toy):
     assert FinishReason.STOP in reasons(out) and int(out.lengths[1]) == 1
 
 
-def test_the_checkpoint_names_the_stop_tokens_unless_the_caller_does(toy):
-    whole = rows(run(toy, PROMPTS, (0, 1, 2)))
+def test_the_checkpoint_names_the_stop_tokens_unless_the_caller_does(plain):
+    whole = rows(run(plain, PROMPTS, (0, 1, 2)))
     token = whole[2][3]
-    model = cases.toy(1, num_layers=2, moe_layers=(False, True), pad_token_id=7, eos_token_ids=(token,))
+    model = cases.toy(1, with_drafter=False, pad_token_id=7, eos_token_ids=(token,))
     cut = [r[: r.index(token) + 1] if token in r else r for r in whole]
     assert rows(run(model, PROMPTS, (0, 1, 2))) == cut != whole
     assert rows(run(model, PROMPTS, (0, 1, 2), dataclasses.replace(PLAIN, stop_token_ids=()))) == whole
 
 
-def test_a_stop_token_on_the_last_place_of_the_budget_is_a_stop(toy):
-    whole = rows(run(toy, PROMPTS, (0, 1, 2)))
+def test_a_stop_token_on_the_last_place_of_the_budget_is_a_stop(plain):
+    whole = rows(run(plain, PROMPTS, (0, 1, 2)))
     row = next(r for r in whole if r[-1] not in r[:-1])
     i = whole.index(row)
-    out = run(toy, PROMPTS, (0, 1, 2), dataclasses.replace(PLAIN, stop_token_ids=(row[-1],)))
+    out = run(plain, PROMPTS, (0, 1, 2), dataclasses.replace(PLAIN, stop_token_ids=(row[-1],)))
     assert rows(out)[i] == row and reasons(out)[i] == FinishReason.STOP
 
 
@@ -222,11 +227,11 @@ def test_log_probs_are_those_of_the_unfiltered_target(toy, draft):
         assert np.abs(sampled - expected).max() > 0.1
 
 
-def test_log_probs_are_left_out_unless_asked_for_and_zero_behind_the_end(toy):
-    assert run(toy, PROMPTS, (0, 1, 2)).log_probs is None
-    stop = rows(run(toy, PROMPTS, (0, 1, 2)))[0][2]
+def test_log_probs_are_left_out_unless_asked_for_and_zero_behind_the_end(plain):
+    assert run(plain, PROMPTS, (0, 1, 2)).log_probs is None
+    stop = rows(run(plain, PROMPTS, (0, 1, 2)))[0][2]
     config = dataclasses.replace(PLAIN, log_probs=True, stop_token_ids=(stop,))
-    out = run(toy, PROMPTS, (0, 1, 2), config)
+    out = run(plain, PROMPTS, (0, 1, 2), config)
     ends = np.arange(12)[None] >= np.asarray(out.lengths)[:, None]
     assert ends.any() and (np.asarray(out.log_probs)[ends] == 0).all() and (np.asarray(out.log_probs)[~ends] < 0).all()
 
@@ -234,17 +239,17 @@ def test_log_probs_are_left_out_unless_asked_for_and_zero_behind_the_end(toy):
 # Compilation, prefill and step
 
 
-def test_what_compiles_and_what_does_not(toy):
+def test_what_compiles_and_what_does_not(plain):
     traces = []
 
     def counted(*arguments, config):
         traces.append(config)
         return ds.generate(*arguments, config=config)
 
-    go = jax.jit(counted, static_argnames="config")
+    go = cases.jit_once(counted, static_argnames="config")
 
     def call(prompts, seeds, config=PLAIN, **params):
-        go(toy, *ds.pad_prompts(prompts, (8, 16)), ds.request_keys(seeds), ds.SamplingParams(**params), config=config)
+        go(plain, *ds.pad_prompts(prompts, (8, 16)), ds.request_keys(seeds), ds.SamplingParams(**params), config=config)
         return len(traces)
 
     assert call([[1, 2, 3], [4]], (0, 1)) == 1
@@ -255,57 +260,60 @@ def test_what_compiles_and_what_does_not(toy):
     assert call([[1] * 9, [4]], (0, 1)) == 2, "the next bucket"
 
 
-def test_step_by_step_is_generate(toy):
+@pytest.fixture(scope="module")
+def stepped(toy):
+    """Rows of which the second stops at once and the last is empty: config, inputs of `prefill`."""
+    tokens, lengths = padded([*PROMPTS, []])
+    keys = ds.request_keys((0, 1, 2, 3))
+    params = ds.SamplingParams(temperature=jnp.asarray([0.5, 1.0, 2.0, 1.0]))
     config = ds.GenerateConfig(max_new_tokens=12, record_steps=True, log_probs=True)
-    tokens, lengths = padded(PROMPTS)
-    keys = ds.request_keys((0, 1, 2))
-    params = ds.SamplingParams(temperature=jnp.asarray([0.5, 1.0, 2.0]))
-    whole = cases.run(toy, tokens, lengths, keys, params, config=config)
-    state = ds.prefill(toy, tokens, lengths, keys, params, config=config)
-    assert np.asarray(state.num_tokens).tolist() == [1, 1, 1]
-    committed = [[int(t)] for t in state.anchor]
-    for _ in range(12):
-        if not (np.asarray(state.finish_reason) == FinishReason.RUNNING).any():
-            break
+    stop = int(ds.prefill(toy, tokens, lengths, keys, params, config=config).anchor[1])
+    return dataclasses.replace(config, stop_token_ids=(stop,)), (tokens, lengths, keys, params)
+
+
+def still_running(state) -> bool:
+    return bool((np.asarray(state.finish_reason) == FinishReason.RUNNING).any())
+
+
+def test_step_by_step_is_generate(toy, stepped):
+    config, arguments = stepped
+    whole = cases.run(toy, *arguments, config=config)
+    state = ds.prefill(toy, *arguments, config=config)
+    assert np.asarray(state.num_tokens).tolist() == [1, 1, 1, 0]
+    committed = [t[:n].tolist() for t, n in zip(np.asarray(state.tokens), (1, 1, 1, 0), strict=True)]
+    steps = 0
+    while still_running(state):
         before = state
         state, new = ds.step(toy, state, config=config)
-        # All of the old state was given away, what the caller passed in was not.
-        assert (
-            before.tokens.is_deleted() and before.cache.keys[0].is_deleted() and before.draft_cache.keys[0].is_deleted()
-        )
-        for i in range(3):
+        steps += 1
+        # All of the old state was given away.
+        assert all(a.is_deleted() for a in (before.tokens, before.cache.keys[0], before.draft_cache.keys[0]))
+        for i in range(4):
             count = int(new.num_tokens[i])
             committed[i] += np.asarray(new.tokens)[i, :count].tolist()
             assert (np.asarray(new.tokens)[i, count:] == -1).all()
         assert (new.finish_reason == state.finish_reason).all()
-    assert committed == rows(whole)
+    assert steps >= 2 and committed == rows(whole)
     # Integers are equal; log-probabilities come from another program.
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=TOY_TOLERANCE), state.result(), whole)
-    assert not any(a.is_deleted() for a in (tokens, lengths, keys, params.temperature))
-    assert ds.step._cache_size() >= 1
+    # What the caller passed in was not given away.
+    assert not any(a.is_deleted() for a in jax.tree.leaves(arguments) if isinstance(a, jax.Array))
 
 
-def test_a_finished_row_does_not_change_while_others_run(toy):
-    whole = rows(run(toy, PROMPTS, (0, 1, 2), ds.GenerateConfig(max_new_tokens=12)))
-    stop = whole[1][0]
-    config = ds.GenerateConfig(max_new_tokens=12, stop_token_ids=(stop,))
-    tokens, lengths = padded([*PROMPTS, []])
-    state = ds.prefill(toy, tokens, lengths, ds.request_keys((0, 1, 2, 3)), ds.SamplingParams(), config=config)
+def test_a_finished_row_does_not_change_while_others_run(toy, stepped):
+    config, arguments = stepped
+    state = ds.prefill(toy, *arguments, config=config)
     assert reasons(state)[1] == FinishReason.STOP and reasons(state)[3] == FinishReason.EMPTY
 
     def frozen(state):
-        # Batch is the first axis of every array of the state but the keys' data.
-        arrays = jax.tree.leaves((state.tokens, state.num_tokens, state.anchor, state.position, state.step))
-        arrays += jax.tree.leaves((state.cache, state.draft_cache, state.stats))
+        fields = (state.tokens, state.num_tokens, state.anchor, state.position, state.step, state.log_probs)
+        arrays = jax.tree.leaves((fields, state.cache, state.draft_cache, state.stats, state.steps))
         return [np.array(a)[[1, 3]] for a in arrays]
 
     before = frozen(state)
-    steps = 0
-    while (np.asarray(state.finish_reason) == FinishReason.RUNNING).any():
+    while still_running(state):
         state, new = ds.step(toy, state, config=config)
         assert np.asarray(new.num_tokens)[[1, 3]].tolist() == [0, 0]
-        steps += 1
-    assert steps >= 2
     for a, b in zip(before, frozen(state), strict=True):
         np.testing.assert_array_equal(a, b)
 

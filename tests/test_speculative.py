@@ -280,20 +280,21 @@ def test_forced_acceptance_gives_the_mean_that_was_asked_for(caplog):
 
 
 def test_expected_acceptance_is_what_happens_on_average(recorded):
-    """The coin-free lengths of both rules, counted in one run of each: means over many steps agree."""
+    """The coin-free lengths of both rules agree with counted ones, whichever rule verified the drafts."""
     found = {}
-    for verify in ("standard", "block", "match"):
+    for verify in ("block", "match"):
         config = ds.GenerateConfig(max_new_tokens=40, verify=verify, expected_acceptance=True, num_draft_tokens=3)
         stats = stats_of(cases.hot_run(config)).total()
         found[verify] = float(stats.mean_acceptance_length), np.asarray(stats.expected_acceptance_length)
-    for i, verify in enumerate(("standard", "block")):
-        counted, expected = found[verify]
-        # About 1,000 steps with a standard deviation near 1: 5 sigma.
-        assert abs(counted - expected[i]) < 0.16
-    assert all(e[1] >= e[0] for _, e in found.values()), "block accepts at least as much"
-    # Under "match" they are still those of rejection sampling, which accepts more than matching does.
-    counted, expected = found["match"]
-    assert expected[0] > counted + 0.16
+    # About 1,000 steps with a standard deviation near 1: 5 sigma.
+    noise = 0.16
+    counted, expected = found["block"]
+    assert abs(counted - expected[1]) < noise
+    # Under "match" the figures are still those of rejection sampling, which accepts more than matching does.
+    matched, same = found["match"]
+    np.testing.assert_allclose(same, expected, rtol=0, atol=noise)
+    assert min(expected[0], same[0]) > matched + noise
+    assert expected[1] >= expected[0] and same[1] >= same[0], "block accepts at least as much"
     # Not counted unless asked for.
     assert recorded[3].stats.expected_accepted.sum() == 0
 
@@ -301,10 +302,14 @@ def test_expected_acceptance_is_what_happens_on_average(recorded):
 # Long prompts
 
 
-def test_a_long_prompt_drafts_as_from_its_end():
-    """20,000 tokens: the same drafts as a drafter that was given the last window + margin alone, the same memory."""
-    length, chunk = 20_000, 2048
-    model = cases.toy(4, max_context=32_768)
+on_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="200,000 tokens take a GPU; 20,000 run anywhere")
+
+
+@pytest.mark.parametrize("length", [20_000, pytest.param(200_000, marks=on_gpu)])
+def test_a_long_prompt_drafts_as_from_its_end(length):
+    """The same drafts as a drafter that was given the last window + margin alone, and the same memory."""
+    chunk = 2048
+    model = cases.toy(4, max_context=262_144)
     rng = np.random.default_rng(0)
     prompt = rng.integers(0, 11, (1, length)).astype(np.int32)
     config = ds.GenerateConfig(max_new_tokens=8, prefill_chunk=chunk)
@@ -320,7 +325,7 @@ def test_a_long_prompt_drafts_as_from_its_end():
     tail = model.drafter.config.window + 8
     positions = jnp.arange(length - tail, length, dtype=jnp.int32)[None]
     layers = model.drafter.config.target_layer_ids
-    last = jax.jit(lambda m, t, p, c: m(t, p, c, capture=layers, logits="none").features)
+    last = cases.jit_once(lambda m, t, p, c: m(t, p, c, capture=layers, logits="none").features)
     features = last(model.target, jnp.asarray(prompt[:, -tail:]), positions, state.cache)
     cache = model.drafter.make_cache(1)
     cache = model.drafter.write_context(features, positions, cache)

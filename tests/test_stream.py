@@ -35,7 +35,7 @@ def tokenizer() -> ds.Tokenizer:
 
 @pytest.fixture(scope="module")
 def whole(toy) -> ds.Generation:
-    tokens, lengths = ds.pad_prompts(PROMPTS, (8,))
+    tokens, lengths = ds.pad_prompts(PROMPTS)
     return cases.run(toy, tokens, lengths, ds.request_keys(SEEDS), ds.SamplingParams(), config=CONFIG)
 
 
@@ -44,7 +44,7 @@ def rows(out: ds.Generation) -> list[list[int]]:
 
 
 def stream(toy, prompts=PROMPTS, **options) -> list[streaming.StreamEvent]:
-    return list(ds.stream(toy, prompts, **({"config": CONFIG, "seeds": SEEDS, "buckets": (8,)} | options)))
+    return list(ds.stream(toy, prompts, **({"config": CONFIG, "seeds": SEEDS} | options)))
 
 
 def test_events_join_to_the_tokens_of_generate(toy, whole):
@@ -64,7 +64,7 @@ def test_events_join_to_the_tokens_of_generate(toy, whole):
 
 
 def test_a_stream_may_be_left_early(toy, whole):
-    events = ds.stream(toy, PROMPTS, config=CONFIG, seeds=SEEDS, buckets=(8,))
+    events = ds.stream(toy, PROMPTS, config=CONFIG, seeds=SEEDS)
     first = next(events)
     assert first.tokens[0] == (rows(whole)[0][0],)
     events.close()
@@ -142,16 +142,17 @@ def test_prompts_that_fit_the_context_need_no_bucket_inside_it():
 
 
 def test_generate_text_is_stream_with_a_tokenizer(toy, tokenizer):
-    prompts = ["ab", "cd"]
-    texts = ds.generate_text(toy, prompts, tokenizer=tokenizer, config=CONFIG, seeds=[3, 4])
-    events = list(ds.stream(toy, [tokenizer.encode(p) for p in prompts], config=CONFIG, seeds=[3, 4]))
-    assert texts == [text_of(r) for r in rows(events[-1].generation)]
+    def text(prompts, **options) -> list[str]:
+        return ds.generate_text(toy, prompts, tokenizer=tokenizer, config=CONFIG, seeds=[3, 4, 5], **options)
+
+    prompts = ["ab", "cd", "e"]
+    texts = text(prompts)
+    *_, last = stream(toy, prompts=[tokenizer.encode(p) for p in prompts], seeds=[3, 4, 5])
+    assert texts == [text_of(r) for r in rows(last.generation)]
     stop = texts[0][3:5]
-    cut = ds.generate_text(toy, prompts, tokenizer=tokenizer, config=CONFIG, seeds=[3, 4], stop_strings=(stop,))
-    assert cut[0] == texts[0][: texts[0].find(stop)]
+    assert text(prompts, stop_strings=(stop,))[0] == texts[0][: texts[0].find(stop)]
     # The template adds a token, and so changes the text.
-    chat = ds.generate_text(toy, prompts, tokenizer=tokenizer, config=CONFIG, seeds=[3, 4], chat=True)
-    assert chat == ds.generate_text(toy, ["abe", "cde"], tokenizer=tokenizer, config=CONFIG, seeds=[3, 4]) != texts
+    assert text(prompts, chat=True) == text(["abe", "cde", "ee"]) != texts
 
 
 def test_generate_text_needs_a_tokenizer(toy):
