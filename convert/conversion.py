@@ -11,6 +11,7 @@ from convert.build import Arrays, build, fits
 from convert.destination import (
     FORMAT_VERSION,
     LAYOUT,
+    MOST_PARTS,
     check_destination,
     existing_parent,
     partial_folder,
@@ -74,7 +75,10 @@ def convert(source_name: str, destination: Path, options: Options) -> Report:
     """
     started = time.monotonic()
     # A link would be replaced by the result instead of the folder that it names.
-    destination = destination.expanduser().resolve()
+    try:
+        destination = destination.expanduser().resolve()
+    except RuntimeError as e:
+        raise ConversionError(f"{destination}: {e}; name another DST") from e
     finished = (destination / LAYOUT).exists() and (options.verify or options.resume)
     if not finished:
         check_destination(destination, resume=options.resume)
@@ -183,15 +187,38 @@ def _check_finished(
         raise ConversionError(
             f"{destination} was converted with --weights {layout['weights']}; pass that, or choose another DST"
         )
-    if layout["source"]["fingerprint"] != source.fingerprint():
+    if layout["source"].get("fingerprint") != source.fingerprint():
         raise ConversionError(f"{destination} was converted from another source; pass that, or choose another DST")
-    plan = _plan(source, options, parts={path: entry["parts"] for path, entry in layout["arrays"].items()})
+    plan = _plan(source, options, parts=_stored_parts(destination, layout))
     _check_verify_memory(plan, options)
+    _check_layout(destination, layout, make_layout(source, plan, options, source.fingerprint()))
     peak = _verify(destination, plan, source.sidecars()) if options.verify else 0
     remove_leftovers(destination)
     return Report(
         plan=plan, seconds=time.monotonic() - started, writing=0.0, written=0, peak=peak, verified=options.verify
     )
+
+
+def _stored_parts(destination: Path, layout: dict[str, Any]) -> dict[str, int]:
+    """Into how many parts each array was split."""
+    parts: dict[str, int] = {}
+    for path, entry in layout["arrays"].items():
+        count = entry.get("parts") if isinstance(entry, dict) else None
+        if type(count) is not int or not 1 <= count <= MOST_PARTS:
+            raise ConversionError(f"{destination / LAYOUT}: the entry of {path} is damaged; convert again")
+        parts[path] = count
+    return parts
+
+
+def _check_layout(destination: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Raise `ConversionError` if layout.json does not describe this conversion of this source."""
+    for key in ("format_version", "weights", "sparse_layers", "arrays", "skipped"):
+        if found.get(key) != wanted[key]:
+            at = key
+            if key == "arrays":
+                ours, theirs = found[key], wanted[key]
+                at += "." + next(p for p in sorted(ours.keys() | theirs.keys()) if ours.get(p) != theirs.get(p))
+            raise ConversionError(f"{destination / LAYOUT}: {at} does not describe the source; convert again")
 
 
 def _check_verify_memory(plan: Plan, options: Options) -> None:

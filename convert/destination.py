@@ -11,6 +11,8 @@ from convert.safetensors_reader import read_json
 # Version of the destination's layout; a reader refuses a newer one.
 FORMAT_VERSION = 1
 LAYOUT = "layout.json"
+# More parts than any stack has experts: a damaged description must not make a plan of a billion pieces.
+MOST_PARTS = 4096
 
 
 def partial_folder(destination: Path) -> Path:
@@ -38,9 +40,9 @@ def read_layout(destination: Path) -> dict[str, Any]:
     path = destination / LAYOUT
     layout = read_json(path)
     check_version(layout.get("format_version"), path)
-    for key in ("weights", "source", "arrays"):
-        if key not in layout:
-            raise ConversionError(f"{path}: {key} is missing; delete {destination} and convert again")
+    for key, kind in {"weights": str, "source": dict, "arrays": dict}.items():
+        if not isinstance(layout.get(key), kind):
+            raise ConversionError(f"{path}: {key} is missing or damaged; delete {destination} and convert again")
     return layout
 
 
@@ -48,6 +50,8 @@ def check_destination(destination: Path, *, resume: bool) -> None:
     """Raise `ConversionError` if a conversion may not write to `destination`; changes nothing."""
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise ConversionError(f"{destination} is not empty; choose another DST, or delete it first")
+    if any(c in str(destination) for c in "*?[]"):
+        raise ConversionError(f"{destination}: Orbax takes * ? [ ] in a path for a pattern; name another DST")
     if destination.is_mount():
         raise ConversionError(f"{destination} is a mount point, which cannot be renamed to; name a folder inside it")
     partial = partial_folder(destination)

@@ -31,10 +31,10 @@ SUFFIXES = (
 )
 
 _TARGET = r"(?:language_model\.)?model\."
-_LAYER = _TARGET + r"layers\.(?P<layer>\d+)\."
+_LAYER = _TARGET + r"layers\.(?P<layer>\d{1,6})\."
 _DRAFT = r"(?:(?:language_model\.)?model\.dspark\.)?"
-_DRAFT_LAYER = _DRAFT + r"layers\.(?P<layer>\d+)\.(?:decoder_layer\.)?"
-_EXPERT = r"block_sparse_moe\.experts\.(?P<expert>\d+)\."
+_DRAFT_LAYER = _DRAFT + r"layers\.(?P<layer>\d{1,6})\.(?:decoder_layer\.)?"
+_EXPERT = r"block_sparse_moe\.experts\.(?P<expert>\d{1,6})\."
 
 # Module of a tensor -> module of a parameter. Groups: layer, expert (stacked along a new first axis), name.
 TARGET_MODULES: tuple[tuple[str, str], ...] = (

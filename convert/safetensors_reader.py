@@ -225,7 +225,7 @@ def _tensor_info(path: Path, shard: str, name: str, entry: Any, start: int, size
             raise malformed
     except (TypeError, KeyError, ValueError) as e:
         raise malformed from e
-    if dtype not in DTYPES:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ConversionError(f"{path}: {name} has dtype {dtype}, which is not known here; known: {', '.join(DTYPES)}")
     if begin > end or start + end > size:
         raise ConversionError(

@@ -14,7 +14,7 @@ def format_bytes(n: int, *, up: bool = False) -> str:
 
 def parse_bytes(text: str) -> int:
     """ "8GiB", "500 MB", "123456" -> bytes. Raises `ValueError` with a sentence."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
     if not match:
         raise ValueError(f"{text!r} is no size; write for example 8GiB or 500MB")
     base = 1024 if match[3] else 1000

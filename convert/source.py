@@ -187,6 +187,8 @@ def _check_quantization(config: Mapping[str, Any], path: Path) -> None:
         )
     if method == "modelopt":
         layers = entry.get("quantized_layers") or {}
+        if not isinstance(layers, dict):
+            raise ConversionError(f"{path}: quantization_config.quantized_layers must be an object; correct the config")
         for where, layer in [("quant_algo", entry), *layers.items()]:
             known = MODELOPT_ALGORITHMS if layer is entry else MODELOPT_ALGORITHMS[1:]
             algorithm = layer.get("quant_algo") if isinstance(layer, dict) else layer

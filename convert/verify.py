@@ -38,7 +38,12 @@ def verify(result: Path, plan: Plan, files: dict[str, bytes], done: Callable[[Pi
         if not (result / name).is_file() or (result / name).read_bytes() != content:
             raise ConversionError(f"{result / name} differs from the source; convert again")
     arrays = result / "arrays"
-    stored = _flatten(ocp.metadata(str(arrays)).metadata)
+    try:
+        stored = _flatten(ocp.metadata(str(arrays)).metadata)
+    except Exception as e:  # Orbax and TensorStore report damaged files in many ways
+        raise ConversionError(f"{arrays}: its description cannot be read; convert again") from e
+    if set(stored) <= {""}:
+        raise ConversionError(f"{arrays}: its description holds no array; convert again")
     wanted = {path for batch in plan.batches for piece in batch for path in _leaf_paths(piece)}
     for path in sorted(wanted ^ stored.keys()):
         problem = "is missing" if path in wanted else "is there but belongs to no parameter"

@@ -113,7 +113,7 @@ class Writer:
 
     def assemble(self, files: Mapping[str, bytes]) -> Path:
         """Make the destination in `result` from the batches and `files` (relative path -> content) -> `result`."""
-        with _disk_errors(self.folder):
+        with _disk_errors(self.folder), _damage(self.folder):
             if self.result.exists():
                 shutil.rmtree(self.result)
             self.result.mkdir()
@@ -216,6 +216,18 @@ def _link(source: str, target: str) -> None:
         if e.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
             raise
         shutil.copyfile(source, target)  # a file system without hard links
+
+
+@contextlib.contextmanager
+def _damage(folder: Path) -> Iterator[None]:
+    """Turn what comes of unreadable batches into a sentence."""
+    try:
+        yield
+    except ConversionError:
+        raise
+    except (ValueError, TypeError, AttributeError, KeyError) as e:
+        reason = str(e).split("\n", 1)[0][:200]
+        raise ConversionError(f"{folder}: a batch is damaged ({reason}); delete the folder and convert again") from e
 
 
 @contextlib.contextmanager

@@ -16,6 +16,18 @@ _INERT = frozenset(
 )
 
 
+_LARGEST = 2**31
+
+
+def shown(value: Any) -> str:
+    """`value` for a message, cut where it is long."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of thousands of digits
+        return f"a number of {value.bit_length()} bits"
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
 class ConfigError(ValueError):
     """A configuration that is missing something, contradicts itself, or asks for what the library does not compute."""
 
@@ -63,15 +75,16 @@ class Reader:
 
     def size(self, key: str, default: Any = dataclasses.MISSING) -> int:
         value = self.get(key, int, default)
-        if value <= 0:
-            raise ConfigError(f"{self.name}: {key} must be positive, found {value}")
+        if not 0 < value < _LARGEST:
+            raise ConfigError(f"{self.name}: {key} must be positive and below 2^31, found {shown(value)}")
         return value
 
     def number(self, key: str, default: Any = dataclasses.MISSING) -> float:
-        value = float(self.get(key, (int, float), default))
-        if not 0 < value < float("inf"):
-            raise ConfigError(f"{self.name}: {key} must be a positive number, found {value}")
-        return value
+        value = self.get(key, (int, float), default)
+        # Compared before it becomes a float: an integer can be too large for one.
+        if not 0 < value < 1e30:
+            raise ConfigError(f"{self.name}: {key} must be a positive number, found {shown(value)}")
+        return float(value)
 
     def expect(self, key: str, allowed: Sequence[Any], default: Any = dataclasses.MISSING) -> Any:
         value = self.get(key, object, default)
@@ -127,16 +140,17 @@ def rope(reader: Reader, head_dim: int, *, full: bool = False) -> tuple[int, flo
     if partial is None:
         partial = reader.get("partial_rotary_factor", (int, float), None)
     reader.used.add("partial_rotary_factor")
-    rotary = reader.get("rotary_dim", int, None)
-    if rotary is None and partial is None:
+    if partial is not None and not 0 < partial <= 1:
+        raise ConfigError(f"{reader.name}: partial_rotary_factor must be in (0, 1], found {shown(partial)}")
+    given = reader.get("rotary_dim", int, None)
+    if given is None and partial is None:
         if not full:
             raise ConfigError(f"{reader.name}: rotary_dim and partial_rotary_factor are both missing; give one of them")
         return head_dim, theta
-    if rotary is None:
-        rotary = round(partial * head_dim)
-    elif partial is not None and round(partial * head_dim) != rotary:
+    rotary: int = given if partial is None else round(partial * head_dim)  # pyright: ignore[reportAssignmentType]
+    if given not in (None, rotary):
         raise ConfigError(
-            f"{reader.name}: rotary_dim {rotary} contradicts partial_rotary_factor {partial} of head_dim {head_dim}"
+            f"{reader.name}: rotary_dim {given} contradicts partial_rotary_factor {partial} of head_dim {head_dim}"
         )
     if not 0 < rotary <= head_dim or rotary % 2:
         raise ConfigError(f"{reader.name}: rotary_dim must be even and in 1..{head_dim} (head_dim), found {rotary}")
@@ -190,7 +204,7 @@ def sparse_attention(r: Reader, layers: int, kv_heads: int) -> tuple[tuple[bool,
     if r.has("layer_types"):
         kinds = {"minimax_m3_sparse": True, "full_attention": False}
         types = r.get("layer_types", list)
-        unknown = [t for t in types if t not in kinds]
+        unknown = [t for t in types if not isinstance(t, str) or t not in kinds]
         if unknown or len(types) != layers:
             problem = f"unknown {unknown[0]!r}" if unknown else f"{len(types)} entries for {layers} layers"
             raise ConfigError(f"{r.name}: layer_types has {problem}; known here: {', '.join(kinds)}")
@@ -271,9 +285,10 @@ def draft_window(r: Reader, layers: int) -> tuple[int | None, bool]:
     """
     d = DraftReader(r)
     window = None
-    types = r.get("layer_types", list, ["full_attention"] * layers)
+    given = r.get("layer_types", list, None)
+    types = ["full_attention"] if given is None else given
     unknown = [t for t in types if t not in ("sliding_attention", "full_attention")]
-    if unknown or len(types) != layers:
+    if unknown or (given is not None and len(types) != layers):
         problem = f"unknown {unknown[0]!r}" if unknown else f"{len(types)} entries for {layers} layers"
         raise ConfigError(f"{r.name}: layer_types has {problem}; known here: sliding_attention, full_attention")
     sliding = r.get("sliding_window", int, None)
@@ -284,7 +299,7 @@ def draft_window(r: Reader, layers: int) -> tuple[int | None, bool]:
         raise ConfigError(
             f"{r.name}: layer_types mixes sliding and full attention; one window for all layers is needed"
         )
-    elif types[0] == "sliding_attention" and layers:
+    elif types[0] == "sliding_attention":
         if sliding is None or enabled is False:
             raise ConfigError(
                 f"{r.name}: layer_types says sliding_attention but sliding_window is {sliding!r}; give the window"
@@ -293,8 +308,8 @@ def draft_window(r: Reader, layers: int) -> tuple[int | None, bool]:
     elif enabled:
         raise ConfigError(f"{r.name}: use_sliding_window is true but layer_types has no sliding_attention layer")
     d.get("swa_window_size", int, None)
-    if window is not None and window <= 0:
-        raise ConfigError(f"{r.name}: the attention window must be positive, found {window}")
+    if window is not None and not 0 < window < _LARGEST:
+        raise ConfigError(f"{r.name}: the attention window must be positive and below 2^31, found {shown(window)}")
     causal = d.get("is_causal", bool, d.get("causal", bool, None))
     non_causal = d.get("sliding_window_non_causal", bool, None)
     if causal is None:

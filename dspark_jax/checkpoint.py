@@ -1,9 +1,13 @@
 """Loading what `python -m convert.minimax` wrote: Orbax arrays, the configs of the source, and a layout description."""
 
+import contextlib
 import dataclasses
+import gc
 import itertools
 import json
-from collections.abc import Mapping
+import logging
+import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -77,7 +81,7 @@ class Layout:
                 hint = "; these are safetensors, convert them first: python -m convert.minimax SRC DST"
             raise CheckpointError(f"{path} is not a converted checkpoint: it has no {LAYOUT_FILE}{hint}")
         record = _read_json(file)
-        wanted = {"format_version": int, "weights": str, "sparse_layers": list, "arrays": dict}
+        wanted = {"format_version": int, "weights": str, "sparse_layers": list, "arrays": dict, "source": dict}
         broken = [
             k for k, kind in wanted.items() if not isinstance(record, dict) or not isinstance(record.get(k), kind)
         ]
@@ -88,6 +92,8 @@ class Layout:
             raise CheckpointError(
                 f"{file}: format_version is {version!r}, this library reads up to {FORMAT_VERSION}; update the library"
             )
+        for name, entry in record["arrays"].items():
+            _check_entry(file, name, entry)
         ignore = tuple(record.get("ignored_config_keys", ()))
         target = drafter = None
         if (path / "config.json").is_file():
@@ -95,7 +101,7 @@ class Layout:
             target = TargetConfig.from_hf(
                 _read_json(path / "config.json"),
                 generation_config=_read_json(generation) if generation.is_file() else None,
-                sparse_layers=tuple(record["sparse_layers"]),
+                sparse_layers=tuple(bool(sparse) for sparse in record["sparse_layers"]),
                 ignore=ignore,
             )
         if (path / "dspark" / "config.json").is_file():
@@ -107,6 +113,15 @@ class Layout:
     def formats(self) -> dict[str, Format]:
         """Storage format by parameter path, as model constructors take it."""
         return {path: _format(entry) for path, entry in self.arrays.items()}
+
+
+def _check_entry(file: Path, name: str, entry: Any) -> None:
+    entry = entry if isinstance(entry, dict) else {}
+    shape, parts = entry.get("shape"), entry.get("parts", 1)
+    good = entry.get("format") in ("bf16", "f32", "mxfp8", "nvfp4") and type(parts) is int and parts >= 1
+    good = good and isinstance(shape, list) and all(type(n) is int and n > 0 for n in shape)
+    if not good or (entry["format"] == "nvfp4" and entry.get("global_scale") not in ("multiply", "divide")):
+        raise CheckpointError(f"{file}: the entry of {name} is damaged; convert the checkpoint again")
 
 
 def _read_json(file: Path) -> Any:
@@ -141,8 +156,9 @@ def load(
     Raises:
       CheckpointError: not a finished conversion, no target in it, or arrays that do not fit the configs.
       ConfigError: a config that the library cannot compute.
-      ValueError: `weights` is neither "native" nor "bf16".
+      ValueError: `weights` is neither "native" nor "bf16", or a compute dtype that is neither bfloat16 nor float32.
     """
+    compute_dtype = _compute_dtype(compute_dtype)
     layout = Layout.read(path)
     if layout.target is None:
         raise CheckpointError(f"{path} holds a drafter only; load it with load_drafter")
@@ -161,6 +177,14 @@ def load(
     return Model(target=target, drafter=drafter)
 
 
+def _compute_dtype(dtype) -> Any:
+    """bfloat16 or float32: float16 overflows in the residual stream, and nothing else is a dtype of activations."""
+    dtype = jnp.dtype(dtype)
+    if dtype not in (jnp.bfloat16, jnp.float32):
+        raise ValueError(f"compute_dtype must be bfloat16 or float32, found {dtype.name}")
+    return dtype
+
+
 def load_drafter(
     path: str | Path,
     *,
@@ -170,6 +194,7 @@ def load_drafter(
     rules: ShardingRules | None = None,
 ) -> DSparkDrafter:
     """Load the drafter of a converted checkpoint; arguments and errors as for `load`."""
+    compute_dtype = _compute_dtype(compute_dtype)
     layout = Layout.read(path)
     if layout.drafter is None:
         raise CheckpointError(f"{path} has no drafter: dspark/config.json is missing; generate with draft='none'")
@@ -247,8 +272,13 @@ def _read_arrays(layout: Layout, requests: Mapping[str, Leaf]) -> dict[str, Weig
     context.memory.read_concurrent_bytes = _READ_BYTES
     # Target and drafter are read apart; that nothing is left over was checked against layout.json.
     context.pytree.loading.partial_load = True
-    with context:
-        restored = ocp.load(str(layout.path / ARRAYS_DIR), tree)
+    folder = layout.path / ARRAYS_DIR
+    try:
+        with context, _quiet_event_loop():
+            restored = ocp.load(str(folder), tree)
+    except Exception as error:  # Orbax and TensorStore report damaged files in many ways
+        reason = str(error).split("\n", 1)[0][:200]
+        raise CheckpointError(f"{folder} cannot be read ({reason}); convert the checkpoint again") from error
     result = {}
     for path, weight in requests.items():
         node = restored
@@ -258,6 +288,23 @@ def _read_arrays(layout: Layout, requests: Mapping[str, Leaf]) -> dict[str, Weig
             node = jax.tree.map(lambda *parts: jnp.concatenate(parts), *[node[k] for k in sorted(node)])
         result[path] = _from_dict(weight, node)
     return result
+
+
+@contextlib.contextmanager
+def _quiet_event_loop() -> Iterator[None]:
+    """When one array of a call cannot be read, the others' callbacks find their event loop closed and say so."""
+    right, logger = sys.unraisablehook, logging.getLogger("asyncio")
+    disabled = logger.disabled
+    sys.unraisablehook = lambda e: None if "Event loop is closed" in str(e.exc_value) else right(e)
+    logger.disabled = True
+    try:
+        yield
+    except Exception:
+        # Tasks of the failed call complain when they are collected; that must happen while nobody listens.
+        gc.collect()
+        raise
+    finally:
+        sys.unraisablehook, logger.disabled = right, disabled
 
 
 def _resized(array: jax.ShapeDtypeStruct, size: int) -> jax.ShapeDtypeStruct:

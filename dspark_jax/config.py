@@ -135,6 +135,8 @@ class TargetConfig:
         r.expect("use_routing_bias", (True,))
         r.expect("n_shared_experts", (1,))
         sparse, index = hf.sparse_attention(r, layers, kv_heads)
+        if sparse_layers is not None and len(sparse_layers) != layers:
+            raise ConfigError(f"the checkpoint describes {len(sparse_layers)} layers, config.json {layers}")
         if sparse_layers is not None and sparse_layers != sparse:
             odd = next(i for i, (a, b) in enumerate(zip(sparse_layers, sparse, strict=True)) if a != b)
             found = "has" if sparse_layers[odd] else "has no"
@@ -143,9 +145,12 @@ class TargetConfig:
                 f"{found} index_q_proj there; correct the config or the checkpoint"
             )
         vocab = r.size("vocab_size")
-        eos = (generation_config or {}).get("eos_token_id", r.fields.get("eos_token_id", r.top.get("eos_token_id")))
-        eos_ids = hf.token_ids(eos, "eos_token_id")
-        if eos is None and vocab > _MINIMAX_EOS:
+        generation_config = generation_config or {}
+        if not isinstance(generation_config, Mapping):
+            raise ConfigError(f"generation_config.json: expected an object, found {type(generation_config).__name__}")
+        eos = r.get("eos_token_id", (int, list), None)
+        eos_ids = hf.token_ids(generation_config.get("eos_token_id", eos), "eos_token_id")
+        if not eos_ids and vocab > _MINIMAX_EOS:
             eos_ids = (_MINIMAX_EOS,)
         pad = r.fields.get("pad_token_id", r.top.get("pad_token_id"))
         pad_ids = hf.token_ids(pad, "pad_token_id")

@@ -85,21 +85,25 @@ class GenerateConfig:
         _one_of("ragged_verify", self.ragged_verify, ("standard", "block"))
         if self.num_draft_tokens is not None:
             _at_least("num_draft_tokens", self.num_draft_tokens, 1, "; use draft='none' to decode without drafts")
-        if not 0 <= self.confidence_threshold <= 1:
-            raise ValueError(f"confidence_threshold must be in [0, 1], found {self.confidence_threshold}")
+        if not _is_number(self.confidence_threshold) or not 0 <= self.confidence_threshold <= 1:
+            raise ValueError(f"confidence_threshold must be in [0, 1], found {self.confidence_threshold!r}")
         if self.stop_token_ids is not None:
             ids = tuple(self.stop_token_ids) if isinstance(self.stop_token_ids, tuple | list) else (None,)
             if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
                 raise ValueError(f"stop_token_ids must be token ids, found {self.stop_token_ids!r}")
             object.__setattr__(self, "stop_token_ids", ids)
         forced = self.benchmark_forced_acceptance
-        if forced is not None and forced < 0:
-            raise ValueError(f"benchmark_forced_acceptance must not be negative, found {forced}")
+        if forced is not None and not (_is_number(forced) and 0 <= forced < float("inf")):
+            raise ValueError(f"benchmark_forced_acceptance must be a number that is not negative, found {forced!r}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _at_least(name: str, value: int, least: int, hint: str = "") -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} must be an integer of at least {least}, found {value!r}{hint}")
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
+        raise ValueError(f"{name} must be an integer of at least {least} and below 2^31, found {value!r}{hint}")
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:

@@ -84,9 +84,9 @@ def _prefill(
     plan: Plan,
 ) -> GenerationState:
     target = model.target
-    batch, width = tokens.shape
     _check_inputs(tokens, lengths, keys, target.config.max_context)
-    lengths = jnp.clip(lengths, 0, width)
+    batch, width = tokens.shape
+    lengths = jnp.clip(lengths.astype(jnp.int32), 0, width)
     cache = target.make_cache(batch, width + config.max_new_tokens + plan.num_drafts + 1)
     drafter = model.drafter if plan.num_drafts else None
     draft_cache = None if drafter is None else drafter.make_cache(batch, cache.slots)
@@ -138,6 +138,10 @@ def _prefill(
 
 
 def _check_inputs(tokens: Array, lengths: Array, keys: Array, max_context: int) -> None:
+    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise ValueError(f"tokens must be integers [B, T], found {tokens.dtype} {tokens.shape}; see pad_prompts")
+    if not jnp.issubdtype(lengths.dtype, jnp.integer):
+        raise ValueError(f"lengths must be integers [B], found {lengths.dtype} {lengths.shape}; see pad_prompts")
     batch, width = tokens.shape
     if not batch or not width:
         raise ValueError(f"tokens has shape {tokens.shape}: at least one row and one column are needed")
@@ -148,6 +152,11 @@ def _check_inputs(tokens: Array, lengths: Array, keys: Array, max_context: int) 
         )
     if not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key):
         raise ValueError(f"keys must be typed keys, found dtype {keys.dtype}; make them with request_keys(seeds)")
+    if "threefry" not in str(jax.random.key_impl(keys)):
+        raise ValueError(
+            f"keys are of the {jax.random.key_impl(keys)} implementation, whose numbers for a row change with the batch; "
+            "make them with request_keys(seeds)"
+        )
     if width > max_context:
         raise ValueError(
             f"tokens is {width} wide but the target's context is {max_context}; shorten the prompts, or pad them to a "
@@ -214,6 +223,8 @@ def _step(
     model: Model, state: GenerationState, config: GenerateConfig, plan: Plan
 ) -> tuple[GenerationState, Committed]:
     target, drafts = model.target, plan.num_drafts
+    if (state.draft_cache is None) != (drafts == 0):
+        raise ValueError("the state was made by a prefill with other drafting; prefill and step take the same config")
     drafter = model.drafter if drafts else None
     running = state.finish_reason == FinishReason.RUNNING
     keys = sampling.step_keys(state.keys, state.step)

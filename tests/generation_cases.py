@@ -29,7 +29,7 @@ TRACED = "m31-flash-tiny"
 
 
 def jit_once(function, **options):
-    """`jax.jit` for programs that run a few times: compiling is nearly all of their work, so a CPU optimises nothing."""
+    """`jax.jit` for programs that run a few times: compiling is most of their work, so a CPU optimises nothing."""
     fast = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
     return jax.jit(function, compiler_options=fast, **options)
 

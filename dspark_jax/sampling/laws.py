@@ -137,10 +137,12 @@ def expected_acceptance_length(h: Float[Array, "B K"], *, method: str) -> Float[
 
 
 def verified_lengths(slots: Array, draft_lengths: Int[Array, " B"] | None) -> Int[Array, " B"]:
-    """The draft lengths as int32 [B], all slots [B,K] where none are given."""
+    """The draft lengths as int32 [B], inside 0..K, all slots [B,K] where none are given."""
     if draft_lengths is None:
         return jnp.full((slots.shape[0],), slots.shape[1], jnp.int32)
-    return draft_lengths.astype(jnp.int32)
+    if draft_lengths.shape != slots.shape[:1]:
+        raise ValueError(f"draft_lengths has shape {draft_lengths.shape} for drafts {slots.shape}: it has to be [B].")
+    return jnp.clip(draft_lengths.astype(jnp.int32), 0, slots.shape[1])
 
 
 def check_shapes(slots: Array, log_q: Array | None, log_p: Array, *, method: str) -> None:
