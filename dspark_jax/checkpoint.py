@@ -71,8 +71,10 @@ class Layout:
           CheckpointError: not a converted checkpoint, or one that a newer version of the library wrote.
           ConfigError: a config that the library cannot compute.
         """
-        path = Path(path)
+        path = Path(path).expanduser().absolute()  # Orbax takes no relative path
         file = path / LAYOUT_FILE
+        if not path.is_dir():
+            raise CheckpointError(f"{path} is not a folder; name what `python -m convert.minimax SRC DST` wrote to DST")
         if not file.is_file():
             hint = ""
             if path.with_name(path.name + ".partial").exists():
@@ -161,7 +163,10 @@ def load(
     compute_dtype = _compute_dtype(compute_dtype)
     layout = Layout.read(path)
     if layout.target is None:
-        raise CheckpointError(f"{path} holds a drafter only; load it with load_drafter")
+        raise CheckpointError(
+            f"{path} holds a drafter only: convert its target too, or load it with load_drafter and combine the two as "
+            "Model(target=..., drafter=...)"
+        )
     config, kinds = layout.target, layout.formats()
     target = _restore(
         nnx.eval_shape(lambda: MiniMaxTarget(config, formats=kinds, compute_dtype=compute_dtype)),
@@ -179,10 +184,10 @@ def load(
 
 def _compute_dtype(dtype) -> Any:
     """bfloat16 or float32: float16 overflows in the residual stream, and nothing else is a dtype of activations."""
-    dtype = jnp.dtype(dtype)
-    if dtype not in (jnp.bfloat16, jnp.float32):
-        raise ValueError(f"compute_dtype must be bfloat16 or float32, found {dtype.name}")
-    return dtype
+    with contextlib.suppress(TypeError):
+        if jnp.dtype(dtype) in (jnp.bfloat16, jnp.float32):
+            return jnp.dtype(dtype)
+    raise ValueError(f"compute_dtype must be bfloat16 or float32, found {dtype!r}")
 
 
 def load_drafter(

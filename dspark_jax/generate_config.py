@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import inspect
 
 DRAFT_METHODS = ("ancestral", "greedy", "none")
 VERIFY_METHODS = ("block", "standard", "match")
@@ -12,8 +13,12 @@ _NOT_HERE = frozenset(
 )
 
 
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+
+
 class FinishReason(enum.IntEnum):
-    """Why a row ended."""
+    """Why a row ended: RUNNING it has not, STOP a stop token, LENGTH max_new_tokens, CONTEXT the target's context is
+    full, EMPTY its prompt has no token, INVALID the target gave nothing to draw from."""
 
     RUNNING = 0  # it has not
     STOP = 1  # it emitted a stop token
@@ -75,6 +80,10 @@ class GenerateConfig:
                 f"{unsupported[0]} is not implemented: the library samples one continuation a request with temperature,"
                 " top-k, top-p and min-p (see SamplingParams)"
             )
+        unknown = sorted(options.keys() - cls.__dataclass_fields__.keys())
+        if unknown:
+            hint = " (it belongs in SamplingParams)" if unknown[0] in _SAMPLING else ""
+            raise TypeError(f"unknown option {unknown[0]!r}{hint}; known: {', '.join(cls.__dataclass_fields__)}")
         return super().__new__(cls)
 
     def __post_init__(self):
@@ -95,6 +104,10 @@ class GenerateConfig:
         forced = self.benchmark_forced_acceptance
         if forced is not None and not (_is_number(forced) and 0 <= forced < float("inf")):
             raise ValueError(f"benchmark_forced_acceptance must be a number that is not negative, found {forced!r}")
+
+
+# For help() and editors: __new__ takes any name to be able to explain it.
+GenerateConfig.__signature__ = inspect.signature(GenerateConfig.__init__)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _is_number(value: object) -> bool:

@@ -36,8 +36,9 @@ def generate(
 
     Args:
       model: what `load` returned.
-      tokens: int32 [B, T], right-padded prompts (see `pad_prompts`).
-      lengths: int32 [B], tokens of each prompt; a row of length 0 starts finished.
+      tokens: int32 [B, T], right-padded prompts (see `pad_prompts`). Ids outside the vocabulary cannot be seen inside
+        a compiled program and give nonsense; `stream` and the command line check them.
+      lengths: int32 [B], tokens of each prompt, at most T; a row of length 0 starts finished.
       keys: typed keys [B] (see `request_keys`). A row's random numbers depend on its key alone, not on the batch.
       params: temperature and filters, per request or for all.
       config: everything that shapes the program.
@@ -138,6 +139,8 @@ def _prefill(
 
 
 def _check_inputs(tokens: Array, lengths: Array, keys: Array, max_context: int) -> None:
+    if not all(hasattr(array, "dtype") for array in (tokens, lengths, keys)):
+        raise ValueError("tokens, lengths and keys must be arrays: make them with pad_prompts and request_keys")
     if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(f"tokens must be integers [B, T], found {tokens.dtype} {tokens.shape}; see pad_prompts")
     if not jnp.issubdtype(lengths.dtype, jnp.integer):
@@ -154,8 +157,8 @@ def _check_inputs(tokens: Array, lengths: Array, keys: Array, max_context: int) 
         raise ValueError(f"keys must be typed keys, found dtype {keys.dtype}; make them with request_keys(seeds)")
     if "threefry" not in str(jax.random.key_impl(keys)):
         raise ValueError(
-            f"keys are of the {jax.random.key_impl(keys)} implementation, whose numbers for a row change with the batch; "
-            "make them with request_keys(seeds)"
+            f"keys are of the {jax.random.key_impl(keys)} implementation, whose numbers for a row change with the "
+            "batch; make them with request_keys(seeds)"
         )
     if width > max_context:
         raise ValueError(

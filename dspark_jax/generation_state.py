@@ -89,7 +89,7 @@ class GenerationState:
     steps: StepRecord | None
 
     def result(self) -> "Generation":
-        """The generation as it stands."""
+        """The generation as it stands. It shares arrays that the next `step` overwrites: copy it to keep it."""
         return Generation(
             tokens=self.tokens,
             lengths=self.num_tokens,

@@ -64,8 +64,8 @@ def stream(
     """
     if stop_strings and tokenizer is None:
         raise ValueError("stop_strings need a tokenizer; without one use GenerateConfig.stop_token_ids")
-    if any(not s for s in stop_strings):
-        raise ValueError("a stop string must not be empty")
+    if isinstance(stop_strings, str) or any(not s for s in stop_strings):
+        raise ValueError(f"stop_strings must be a list of texts that are not empty, found {stop_strings!r}")
     seeds = range(len(prompts)) if seeds is None else seeds
     if len(seeds) != len(prompts):
         raise ValueError(f"{len(seeds)} seeds for {len(prompts)} prompts; give one each")
@@ -134,6 +134,8 @@ def generate_text(
       CheckpointError: no tokenizer, no chat template, or not a converted checkpoint.
       ValueError: as `generate`.
     """
+    if isinstance(texts, str):
+        raise ValueError("texts must be a list of prompts; put a single one in a list")
     if not isinstance(model, Model):
         tokenizer = tokenizer or Tokenizer.load(model)
         model = load(model)

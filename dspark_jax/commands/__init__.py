@@ -27,6 +27,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         return options.run(options)
+    except BrokenPipeError:
+        sys.stderr.close()  # whoever read the output has enough of it
+        return 0
     except (ValueError, NotImplementedError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -24,7 +24,7 @@ def describe(stats: AcceptanceStats) -> str:
     """Acceptance statistics in a few lines; empty where nothing was drafted."""
     s = stats.summary()
     if not s["num_draft_tokens"]:
-        return ""
+        return "no draft was verified" if stats.acceptance_histogram.shape[-1] > 1 else ""
     rates = "  ".join(f"{rate:.2f}" for rate in s["acceptance_rate_per_position"])
     return (
         f"acceptance length   {s['mean_acceptance_length']:.2f} tokens a verify step "

@@ -90,6 +90,7 @@ def run(options: argparse.Namespace) -> int:
         )
     params = ds.SamplingParams(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
     rows = []
+    print(HEAD)
     for length, draft, verify in _progress([(k, d, v) for k in lengths for d, v in runs]):
         config = GenerateConfig(
             max_new_tokens=options.max_new_tokens,
@@ -100,7 +101,8 @@ def run(options: argparse.Namespace) -> int:
             expected_acceptance=True,
         )
         rows.append(measure(model, prompts, params, config, options))
-    print(table(rows))
+        print(line(rows[-1]), flush=True)
+    print("E[...]: expected length of that rule over its coins, from the same drafts")
     if options.output is not None:
         report = {"command": [str(a) for a in sys.argv[1:]], "version": ds.__version__, "rows": rows}
         options.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
@@ -169,7 +171,7 @@ def measure(model, prompts, params, config: GenerateConfig, options: argparse.Na
     lengths = [float(p.mean_acceptance_length) for p in passes]
     expected = totals.expected_acceptance_length.tolist()
     return {
-        "num_draft_tokens": config.num_draft_tokens,
+        "num_draft_tokens_per_step": config.num_draft_tokens,
         "draft": config.draft,
         "verify": config.verify,
         **totals.summary(),
@@ -180,20 +182,19 @@ def measure(model, prompts, params, config: GenerateConfig, options: argparse.Na
     }
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """The rows as text."""
-    head = (
-        f"{'K':>2} {'draft':<10}{'verify':<10}{'length':>7} {'± pass':>7}"
-        f"{'E[std]':>8}{'E[block]':>9}{'steps':>7}  accepted by slot"
+HEAD = (
+    f"{'K':>2} {'draft':<10}{'verify':<10}{'length':>7} {'± pass':>7}"
+    f"{'E[std]':>8}{'E[block]':>9}{'steps':>7}  accepted by slot"
+)
+
+
+def line(row: dict[str, Any]) -> str:
+    """One row as text, under `HEAD`."""
+    expected = row["expected_acceptance_length"]
+    rates = " ".join(f"{rate:.2f}" for rate in row["acceptance_rate_per_position"])
+    spread = "-" if row["spread"] is None else f"{row['spread']:.3f}"
+    drafts = row["num_draft_tokens_per_step"]
+    return (
+        f"{drafts:>2} {row['draft']:<10}{row['verify']:<10}{row['mean_acceptance_length']:>7.3f} "
+        f"{spread:>7}{expected['standard']:>8.3f}{expected['block']:>9.3f}{row['num_spec_steps']:>7}  {rates}"
     )
-    lines = [head, "-" * len(head)]
-    for r in rows:
-        expected = r["expected_acceptance_length"]
-        rates = " ".join(f"{rate:.2f}" for rate in r["acceptance_rate_per_position"])
-        spread = "-" if r["spread"] is None else f"{r['spread']:.3f}"
-        lines.append(
-            f"{r['num_draft_tokens']:>2} {r['draft']:<10}{r['verify']:<10}{r['mean_acceptance_length']:>7.3f} "
-            f"{spread:>7}{expected['standard']:>8.3f}{expected['block']:>9.3f}{r['num_spec_steps']:>7}  {rates}"
-        )
-    lines.append("E[...]: expected length of that rule over its coins, from the same drafts")
-    return "\n".join(lines)

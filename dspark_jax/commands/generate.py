@@ -51,6 +51,8 @@ def run(options: argparse.Namespace) -> int:
     use_compilation_cache()
     layout = ds.Layout.read(options.checkpoint)
     has_tokenizer = (options.checkpoint / "tokenizer.json").is_file()
+    if layout.target is None:
+        raise ValueError(f"{options.checkpoint} holds a drafter only; convert its target too and name that folder")
     if not has_tokenizer and (options.tokens is None or options.stop):
         raise ValueError(f"{options.checkpoint} has no tokenizer.json; give --tokens instead of text, and no --stop")
     tokenizer = ds.Tokenizer.load(options.checkpoint) if has_tokenizer else None
