@@ -200,6 +200,7 @@ class DrafterConfig:
       window: two-sided attention window in tokens (a query sees keys less than `window` away), or None.
       causal: whether a block's slot sees only itself and earlier slots.
       max_context: longest sequence, in tokens.
+      quantized: whether the checkpoint's weights are quantised: a drafter must then be built with their formats.
     """
 
     architecture: str
@@ -225,6 +226,7 @@ class DrafterConfig:
     window: int | None
     causal: bool
     max_context: int
+    quantized: bool = False
 
     def __post_init__(self):
         if not 0 <= self.mask_token_id < self.vocab_size:
@@ -333,6 +335,7 @@ class DrafterConfig:
             window=window,
             causal=causal,
             max_context=r.size("max_position_embeddings"),
+            quantized=r.has("quantization_config"),
         )
         r.finish((*hf.DRAFT_INERT, *ignore))
         return result

@@ -166,9 +166,13 @@ class DSparkDrafter(nnx.Module):
 
     Args:
       config: geometry and constants.
-      formats: storage format by parameter path ("drafter/..."); bf16 where nothing is said.
+      formats: storage format by parameter path ("drafter/..."); bf16 where nothing is said. A config of a quantised
+        checkpoint needs it.
       key: random weights from it; without one the weights are zeros.
       compute_dtype: dtype of activations and cache. Norms, rotation, softmax, heads and logits are float32 in any case.
+
+    Raises:
+      ConfigError: the config is of a quantised checkpoint and there are no formats.
     """
 
     def __init__(
@@ -179,6 +183,11 @@ class DSparkDrafter(nnx.Module):
         key: jax.Array | None = None,
         compute_dtype=jnp.bfloat16,
     ):
+        if config.quantized and formats is None:
+            raise ConfigError(
+                "the drafter's config has a quantization_config, so its weights are not bf16: load it with "
+                "load_drafter, or give formats (an empty one builds it in bf16)"
+            )
         h = config.hidden_size
         scope = Scope("drafter", formats or {}, key)
         own = config.own_embeddings

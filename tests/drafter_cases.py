@@ -105,7 +105,7 @@ def make_drafter(folder: Path, config: DrafterConfig | None = None, dtype: Any =
     """The golden drafter, under another config if one is given."""
     if config is None:
         config = DrafterConfig.from_hf(hf_config(folder))
-    drafter = DSparkDrafter(config, compute_dtype=dtype)
+    drafter = DSparkDrafter(config, formats={}, compute_dtype=dtype)
     fill(drafter, drafter_weights(folder))
     return drafter
 

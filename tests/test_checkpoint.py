@@ -98,7 +98,7 @@ def test_stacks_that_were_stored_in_parts_are_joined(tmp_path, monkeypatch):
 
 def test_a_folder_with_a_drafter_alone(source, tmp_path):
     folder = cases.convert(source / "dspark", tmp_path / "drafter")
-    with pytest.raises(ds.CheckpointError, match="holds a drafter only; load it with load_drafter"):
+    with pytest.raises(ds.CheckpointError, match=r"holds a drafter only: .*load it with load_drafter"):
         ds.load(folder)
     drafter = ds.load_drafter(folder, compute_dtype=jnp.float32)
     assert drafter.config.block_size == 4
@@ -116,8 +116,11 @@ def test_a_folder_without_a_drafter(folder):
 
 
 def test_folders_that_are_not_converted_checkpoints(tmp_path):
-    with pytest.raises(ds.CheckpointError, match=r"is not a converted checkpoint: it has no layout\.json$"):
+    with pytest.raises(ds.CheckpointError, match=r"is not a folder; name what `python -m convert\.minimax"):
         ds.load(tmp_path / "nothing")
+    with pytest.raises(ds.CheckpointError, match=r"is not a converted checkpoint: it has no layout\.json$"):
+        (tmp_path / "empty").mkdir()
+        ds.load(tmp_path / "empty")
     with pytest.raises(ds.CheckpointError, match="these are safetensors, convert them first: python -m convert"):
         ds.load(golden.DATA / "m3-bf16-tiny")
     (tmp_path / "ckpt.partial").mkdir()

@@ -158,6 +158,7 @@ MINIMAX_DRAFTER = dict(
     window=4096,
     causal=False,
     max_context=1048576,
+    quantized=True,
 )
 QWEN_DRAFTER = dict(
     architecture="Qwen3DSparkModel",
@@ -183,6 +184,7 @@ QWEN_DRAFTER = dict(
     window=None,
     causal=False,
     max_context=1024,
+    quantized=False,
 )
 DRAFTERS = {
     "m31": (DSPARK, MINIMAX_DRAFTER),
@@ -300,7 +302,9 @@ def test_other_spellings_of_a_drafter(style):
         style, block_size=7, target_layer_ids=[3, 17, 31, 45, 59], markov_rank=256, markov_head_type="vanilla"
     )
     for config in (DSPARK, FLAT_DSPARK):
-        assert dataclasses.asdict(DrafterConfig.from_hf(changed(config, NO_OWN | own))) == MINIMAX_DRAFTER
+        quantized = "quantization_config" in config
+        found = dataclasses.asdict(DrafterConfig.from_hf(changed(config, NO_OWN | own)))
+        assert found == MINIMAX_DRAFTER | dict(quantized=quantized)
 
 
 def test_mask_token_by_either_name():

@@ -5,6 +5,7 @@ import functools
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -526,14 +527,15 @@ def paths_of(module: nnx.Module) -> dict[str, nnx.Param]:
 
 def test_every_parameter_names_its_axes() -> None:
     for config in (CONFIG, *(DrafterConfig.from_hf(hf_config(DEEPSPEC / head)) for head in ("gated", "rnn"))):
-        for path, param in paths_of(nnx.eval_shape(lambda c=config: DSparkDrafter(c))).items():
+        for path, param in paths_of(nnx.eval_shape(lambda c=config: DSparkDrafter(c, formats={}))).items():
             assert len(param.get_metadata()["logical_axes"]) == len(param.get_value().shape), path
 
 
 def test_released_sizes() -> None:
     config = DrafterConfig.from_hf(json.loads((DATA / "inventory/configs/m31-dspark.config.json").read_text()))
     shapes = {
-        path: param.get_value().shape for path, param in paths_of(nnx.eval_shape(lambda: DSparkDrafter(config))).items()
+        path: param.get_value().shape
+        for path, param in paths_of(nnx.eval_shape(lambda: DSparkDrafter(config, formats={}))).items()
     }
     # 97 tensors in the release, 35 of them scales of quantised weights.
     assert len(shapes) == 62
@@ -594,7 +596,7 @@ def test_gpu_kernels_agree_with_xla(lowering: str, rng_key: jax.Array) -> None:
     config = dataclasses.replace(
         CONFIG, num_heads=16, num_kv_heads=1, head_dim=128, rotary_dim=64, window=512, max_context=4096
     )
-    drafter = DSparkDrafter(config, key=rng_key)
+    drafter = DSparkDrafter(config, key=rng_key, formats={})
     features = jax.random.normal(rng_key, (3, 700, 512), jnp.bfloat16)
     lengths = jnp.array([3, 511, 700], jnp.int32)
     position = jnp.arange(700, dtype=jnp.int32)[None]
@@ -607,3 +609,12 @@ def test_gpu_kernels_agree_with_xla(lowering: str, rng_key: jax.Array) -> None:
         return np.asarray(drafter.block(anchor, lengths, cache, **options).hidden, np.float32)
 
     assert np.abs(hidden(None) - hidden("xla")).max() <= BF16_TOLERANCE["hidden"]
+
+
+def test_a_quantised_config_needs_formats() -> None:
+    quantised = json.loads((Path(__file__).parent / "data/m31-flash-tiny/dspark/config.json").read_text())
+    config = DrafterConfig.from_hf(quantised)
+    with pytest.raises(ConfigError, match=r"quantization_config[\s\S]*load_drafter"):
+        nnx.eval_shape(lambda: DSparkDrafter(config))
+    plain = DrafterConfig.from_hf({k: v for k, v in quantised.items() if k != "quantization_config"})
+    nnx.eval_shape(lambda: DSparkDrafter(plain))

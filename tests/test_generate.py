@@ -212,6 +212,25 @@ def test_a_prompt_that_fits_exactly_is_read_to_its_end():
     assert rows(out) == [[t] for t in expected.tolist()]
 
 
+def test_a_row_without_a_law_ends_as_invalid_and_leaves_the_others_alone(monkeypatch):
+    model, right = cases.hot_model(), sampling.target_log_probs
+    config = ds.GenerateConfig(max_new_tokens=12, draft="ancestral")
+    whole = rows(run(model, PROMPTS, (10, 11, 12), config))
+
+    def broken(logits, params, **options):
+        log_p = right(logits, params, **options)
+        # Row 0 from the first token on, row 2 from the first step on.
+        lost = (0, 2) if logits.shape[1] > 1 else (0,)
+        return log_p.at[jnp.asarray(lost)].set(-jnp.inf)
+
+    monkeypatch.setattr(sampling, "target_log_probs", broken)
+    arguments = (*padded(PROMPTS), ds.request_keys((10, 11, 12)), ds.SamplingParams())
+    out = cases.jit_generate()(model, *arguments, config=config)
+    assert rows(out) == [[], whole[1], whole[2][:1]]
+    assert reasons(out) == [FinishReason.INVALID, FinishReason.LENGTH, FinishReason.INVALID]
+    assert (np.asarray(out.tokens) >= 0).all(), "pad ids, where there is no token"
+
+
 # Log-probabilities
 
 

@@ -59,7 +59,7 @@ def test_law_depends_on_the_context(law):
         dict(verify="standard"),
         dict(verify="block"),
         dict(verify="match"),
-        dict(verify="block", draft="greedy"),
+        pytest.param(dict(verify="block", draft="greedy"), marks=pytest.mark.slow),
         dict(verify="block", confidence_threshold=0.5, ragged_verify="block"),
         dict(verify="block", confidence_threshold=0.5),
     ],
