@@ -73,11 +73,12 @@ class Layout:
         """
         path = Path(path).expanduser().absolute()  # Orbax takes no relative path
         file = path / LAYOUT_FILE
-        if not path.is_dir():
+        interrupted = path.with_name(path.name + ".partial").exists()
+        if not path.is_dir() and not interrupted:
             raise CheckpointError(f"{path} is not a folder; name what `python -m convert.minimax SRC DST` wrote to DST")
         if not file.is_file():
             hint = ""
-            if path.with_name(path.name + ".partial").exists():
+            if interrupted:
                 hint = "; its conversion was interrupted, finish it with --resume"
             elif (path / "model.safetensors.index.json").exists() or list(path.glob("*.safetensors")):
                 hint = "; these are safetensors, convert them first: python -m convert.minimax SRC DST"

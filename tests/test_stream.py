@@ -128,7 +128,7 @@ def test_arguments_that_are_refused_before_anything_runs(toy, options, message):
 
 
 def test_an_empty_stop_string_is_refused(toy, tokenizer):
-    with pytest.raises(ValueError, match="a stop string must not be empty"):
+    with pytest.raises(ValueError, match="stop_strings must be a list of texts that are not empty"):
         ds.stream(toy, PROMPTS, config=CONFIG, tokenizer=tokenizer, stop_strings=("",))
 
 
