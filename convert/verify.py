@@ -37,6 +37,9 @@ def verify(result: Path, plan: Plan, files: dict[str, bytes], done: Callable[[Pi
     for name, content in files.items():
         if not (result / name).is_file() or (result / name).read_bytes() != content:
             raise ConversionError(f"{result / name} differs from the source; convert again")
+    for name in ("config.json", "generation_config.json", "dspark/config.json"):
+        if (result / name).exists() and name not in files:
+            raise ConversionError(f"{result / name} is there, but the source has none; delete it or convert again")
     arrays = result / "arrays"
     try:
         stored = _flatten(ocp.metadata(str(arrays)).metadata)

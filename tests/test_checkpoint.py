@@ -191,3 +191,14 @@ def test_missing_arrays_are_an_expected_error(folder):
     shutil.rmtree(folder / "arrays")
     with pytest.raises((ValueError, OSError)):
         ds.load(folder)
+
+
+def test_a_relative_path_loads(converted, monkeypatch):
+    monkeypatch.chdir(converted.parent)
+    assert ds.load(converted.name, compute_dtype=jnp.float32).target.config.num_layers > 0
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.int32, "float8"])
+def test_other_compute_dtypes_are_refused(converted, dtype):
+    with pytest.raises(ValueError, match="compute_dtype must be bfloat16 or float32"):
+        ds.load(converted, compute_dtype=dtype)

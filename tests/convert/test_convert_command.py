@@ -242,3 +242,23 @@ def test_verify_refuses_another_source_and_other_weights(tmp_path, capsys):
     (out / "config.json").write_text("{}")
     assert run(DATA / "m3-mxfp8-tiny", out, "--verify") == 1
     assert "config.json differs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("damage", ["other operation", "dropped entry", "parts", "extra config"])
+def test_verify_reads_the_description_too(tmp_path, capsys, damage):
+    """The loader computes what layout.json says, so a wrong one is a wrong result whatever the arrays hold."""
+    out = tmp_path / "out"
+    assert run(DATA / "m3-nvfp4-modelopt-tiny", out) == 0
+    layout = json.loads((out / "layout.json").read_text())
+    path = "target/layers/1/moe/experts/gate_proj/weight"
+    if damage == "other operation":
+        layout["arrays"][path]["global_scale"] = "divide"
+    elif damage == "dropped entry":
+        del layout["arrays"][path]
+    elif damage == "parts":
+        layout["arrays"][path]["parts"] = 10**9
+    else:
+        (out / "generation_config.json").write_text('{"eos_token_id": 3}')
+    (out / "layout.json").write_text(json.dumps(layout))
+    assert run(DATA / "m3-nvfp4-modelopt-tiny", out, "--verify") == 1
+    assert ("generation_config.json" if damage == "extra config" else path) in capsys.readouterr().err

@@ -283,3 +283,16 @@ def test_sample_takes_the_argmax_of_greedy_rows_and_never_an_impossible_token():
     np.testing.assert_array_equal(tokens[greedy & ~empty], log_p.argmax(-1)[greedy & ~empty])
     assert (log_p[~empty][np.arange((~empty).sum()), tokens[~empty]] > -np.inf).all()
     assert (tokens[~greedy] != log_p.argmax(-1)[~greedy]).any()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_lengths_beyond_the_drafts_mean_all_of_them(method, rng_key):
+    log_p = jax.nn.log_softmax(jax.random.normal(rng_key, (2, 3, 5)), axis=-1)
+    log_q = None if method == "match" else jax.nn.log_softmax(jax.random.normal(rng_key, (2, 2, 5)) * 0.5, axis=-1)
+    tokens = jnp.asarray([[1, 2], [3, 0]], jnp.int32)
+    laws = [
+        sampling.acceptance(tokens, log_q, log_p, method=method, draft_lengths=jnp.full((2,), n, jnp.int32))
+        for n in (2, 9)
+    ]
+    for exact, beyond in zip(*laws, strict=True):
+        np.testing.assert_array_equal(exact, beyond)
