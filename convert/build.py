@@ -29,7 +29,7 @@ def build(piece: Piece, *, into: Arrays | None = None) -> Arrays:
         as the copy itself.
 
     Raises:
-      ConversionError: a scale in the source is NaN.
+      ConversionError: a scale or an MXFP8 code in the source is NaN.
     """
     leaf = piece.leaf
     if not leaf.stacked:
@@ -83,7 +83,9 @@ def _one(leaf: Leaf, tensors: Mapping[str, str]) -> Arrays:
 def _mxfp8(leaf: Leaf, tensors: Mapping[str, str]) -> tuple[np.ndarray, np.ndarray]:
     scale = leaf.source.array(tensors["weight_scale_inv"]).view(np.uint8)
     formats.check_mxfp8_scale(scale, leaf.source.where(tensors["weight_scale_inv"]))
-    return leaf.source.array(tensors["weight"]), scale
+    codes = leaf.source.array(tensors["weight"])
+    formats.check_mxfp8_codes(codes, leaf.source.where(tensors["weight"]))
+    return codes, scale
 
 
 def _nvfp4(leaf: Leaf, tensors: Mapping[str, str]) -> tuple[np.ndarray, np.ndarray, np.float32]:

@@ -134,6 +134,13 @@ def check_mxfp8_scale(scale: np.ndarray, where: str) -> None:
         raise ConversionError(f"{where} holds the scale byte 255, which is NaN; quantise or download the tensor again")
 
 
+def check_mxfp8_codes(codes: np.ndarray, where: str) -> None:
+    """Raise on an E4M3 code 0x7f or 0xff: both are NaN, and E4M3 has no infinities."""
+    # Without temporary arrays: 0x7f is the largest signed byte, 0xff the largest unsigned one.
+    if codes.size and (int(codes.view(np.int8).max()) == 0x7F or int(codes.view(np.uint8).max()) == 0xFF):
+        raise ConversionError(f"{where} holds a NaN code (0x7f or 0xff); quantise or download the tensor again")
+
+
 def check_nvfp4_scales(scale: np.ndarray, global_scale: float, where: str) -> None:
     """Raise on a NaN block scale or a global scale that is not a positive finite number."""
     if scale.size and int((scale.view(np.uint8) & 0x7F).max()) == 0x7F:

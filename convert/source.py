@@ -61,6 +61,8 @@ class Source:
             if part:
                 for name in SIDECARS:
                     path = part[0].folder / name
+                    if path.exists() and not path.is_file():
+                        raise ConversionError(f"{path} is no file; replace or remove it")
                     if path.is_file():
                         files[prefix + name] = path.read_bytes()
         return files
@@ -156,7 +158,10 @@ def _resolve(name: str, *, offline: bool) -> Path:
 
 def _bundled_drafter(folder: Path) -> Path | None:
     """The bundled drafter's folder, where there is one."""
-    return folder / "dspark" if (folder / "dspark").is_dir() else None
+    bundled = folder / "dspark"
+    if bundled.exists() and not bundled.is_dir():
+        raise ConversionError(f"{bundled} is a file and should be the drafter's folder; complete or remove it")
+    return bundled if bundled.is_dir() else None
 
 
 def _config(path: Path) -> dict[str, Any]:

@@ -262,12 +262,14 @@ def test_f8_e8m0_scales_are_the_same_bytes(mxfp8, tmp_path):
     [
         ("m3-mxfp8-tiny", "experts.0.w1.weight_scale_inv", b"\xff", "scale byte 255"),
         ("m3-mxfp8-tiny", "self_attn.q_proj.weight_scale_inv", b"\xff", "scale byte 255"),
+        ("m3-mxfp8-tiny", "experts.0.w1.weight", b"\x7f", "NaN code"),
+        ("m3-mxfp8-tiny", "self_attn.q_proj.weight", b"\xff", "NaN code"),
         ("m31-flash-tiny", "experts.0.w1.weight_scale", b"\x7f", "NaN block scale"),
         ("m31-flash-tiny", "experts.0.w1.weight_global_scale", struct.pack("<f", 0), "global scale 0"),
         ("m31-flash-tiny", "experts.0.w1.weight_global_scale", struct.pack("<f", float("nan")), "global scale nan"),
     ],
 )
-def test_bad_scale_values(golden, name, content, words, weights, tmp_path, capsys):
+def test_nan_and_other_bad_values(golden, name, content, words, weights, tmp_path, capsys):
     """Found while the data are read: DST stays untouched, and what was written before stays resumable."""
     source = copy_golden(golden, tmp_path / "source")
     full = next(n for n in index_map(source) if n.endswith(name))
@@ -281,6 +283,15 @@ def test_bad_scale_values(golden, name, content, words, weights, tmp_path, capsy
     err = capsys.readouterr().err
     assert words in err and name.rpartition(".")[0] in err and err.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_files_and_folders_of_the_wrong_kind(tmp_path, capsys):
+    source = copy_golden("m3-mxfp8-tiny", tmp_path / "source")
+    (source / "dspark").write_text("")
+    assert "dspark is a file" in fails(capsys, source, tmp_path / "out")
+    (source / "dspark").unlink()
+    (source / "tokenizer.json").mkdir()
+    assert "tokenizer.json is no file" in fails(capsys, source, tmp_path / "out")
 
 
 def test_experts_of_one_layer_in_two_formats(mxfp8, tmp_path, capsys):
