@@ -1,5 +1,6 @@
 """The destination folder: whether a conversion may write to it, its version, and writing small files safely."""
 
+import fcntl
 import os
 import shutil
 from pathlib import Path
@@ -11,6 +12,7 @@ from convert.safetensors_reader import read_json
 # Version of the destination's layout; a reader refuses a newer one.
 FORMAT_VERSION = 1
 LAYOUT = "layout.json"
+LOCK = "lock"
 # More parts than any stack has experts: a damaged description must not make a plan of a billion pieces.
 MOST_PARTS = 4096
 
@@ -56,7 +58,21 @@ def check_destination(destination: Path, *, resume: bool) -> None:
         raise ConversionError(f"{destination} is a mount point, which cannot be renamed to; name a folder inside it")
     partial = partial_folder(destination)
     if partial.exists() and not resume:
+        if is_locked(partial):
+            raise ConversionError(f"{partial}: another conversion is writing here; wait for its end")
         raise ConversionError(f"{partial} holds an unfinished conversion; go on with --resume, or delete it")
+
+
+def is_locked(partial: Path) -> bool:
+    """Whether a running conversion holds the lock of this folder."""
+    try:
+        with open(partial / LOCK) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # no lock file: nobody can hold it
+        return False
+    return False
 
 
 def remove_leftovers(destination: Path) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 import orbax.checkpoint.experimental.v1 as ocp
 
 from convert.build import Arrays, insert
-from convert.destination import check_destination, check_version, partial_folder, sync_folder, write_file
+from convert.destination import LOCK, check_destination, check_version, partial_folder, sync_folder, write_file
 from convert.errors import ConversionError
 from convert.plan import CHUNKED_FROM, CHUNKS
 from convert.progress import release_memory
@@ -60,7 +60,7 @@ class Writer:
         check_destination(destination, resume=resume)
         with _disk_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = open(self.folder / "lock", "w")
+            self._lock = open(self.folder / LOCK, "w")
             try:
                 self._begin(marker)
             except BaseException:

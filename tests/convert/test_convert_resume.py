@@ -116,13 +116,16 @@ def test_resume_refuses_another_conversion(change, tmp_path, capsys):
     assert not out.exists()
 
 
-def test_two_at_once(tmp_path):
+@pytest.mark.parametrize("resume", [False, True])
+def test_two_at_once(resume, tmp_path):
     from convert.writer import Writer
 
     first = Writer(tmp_path / "out", {"format_version": 1}, resume=False)
     with pytest.raises(conversion.ConversionError, match="another conversion is writing"):
-        Writer(tmp_path / "out", {"format_version": 1}, resume=True)
+        Writer(tmp_path / "out", {"format_version": 1}, resume=resume)
     first.close()
+    with pytest.raises(conversion.ConversionError, match="unfinished conversion; go on with --resume"):
+        Writer(tmp_path / "out", {"format_version": 1}, resume=False)
     Writer(tmp_path / "out", {"format_version": 1}, resume=True).close()
 
 
