@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from dspark_jax.generate_config import FinishReason, GenerateConfig
     from dspark_jax.generation import generate, prefill, step, target_logits
     from dspark_jax.generation_state import Committed, Generation, GenerationState
+    from dspark_jax.kernels import Kernels
     from dspark_jax.prompts import pad_prompts
     from dspark_jax.sampling import SamplingParams, request_keys
     from dspark_jax.sharding import ShardingRules
@@ -46,6 +47,7 @@ _PUBLIC = {
         "generation": "generate prefill step target_logits",
         "generate_config": "FinishReason GenerateConfig",
         "generation_state": "Committed Generation GenerationState",
+        "kernels": "Kernels",
         "prompts": "pad_prompts",
         "sampling": "SamplingParams request_keys",
         "sharding": "ShardingRules",
@@ -68,6 +70,7 @@ __all__ = [
     "GenerateConfig",
     "Generation",
     "GenerationState",
+    "Kernels",
     "Layout",
     "MiniMaxTarget",
     "Model",

@@ -5,6 +5,7 @@ each KV head (the query's own block is always one of them), and attends to the k
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,13 @@ from dspark_jax import formats
 from dspark_jax.cache import key_chunk, write_rows
 from dspark_jax.config import TargetConfig
 from dspark_jax.formats import Leaf
+from dspark_jax.kernels import Kernels
 from dspark_jax.layers import GemmaRMSNorm, Linear, Scope, rotate
+from pallas_kernels import block_sparse_decode, index_block_scores, windowed_decode
+from pallas_kernels import select_blocks as select_step_blocks
+
+# Tokens a row up to which a call is a step, which reads the keys that it needs alone, and not a piece of a prompt.
+STEP_TOKENS = 16
 
 
 @jax.tree_util.register_dataclass
@@ -38,6 +45,7 @@ class Indexer(nnx.Module):
         self.k_proj = Linear(scope / "k_proj", d, h, (None, "embed"))
         self.q_norm = GemmaRMSNorm(scope / "q_norm", d, config.norm_eps)
         self.k_norm = GemmaRMSNorm(scope / "k_norm", d, config.norm_eps)
+        self.kernels = scope.kernels
         self.config = config
 
     def __call__(
@@ -50,8 +58,17 @@ class Indexer(nnx.Module):
         q = rotate(q, positions, rotary_dim=c.rotary_dim, theta=c.rope_theta).astype(x.dtype)
         k = rotate(k, positions, rotary_dim=c.rotary_dim, theta=c.rope_theta).astype(x.dtype)
         index_keys = write_rows(index_keys, k[:, :, 0], positions)
+        if is_step(x.shape[1], self.kernels):
+            chosen: dict[str, Any] = dict(block_size=c.block_size, implementation=self.kernels.attention)
+            scores = index_block_scores(q, index_keys, positions, **chosen)
+            return select_step_blocks(scores, positions, top_k=c.top_k_blocks, **chosen), index_keys
         scores = block_scores(q, index_keys, positions, block_size=c.block_size, chunk=key_chunk(c))
         return select_blocks(scores, positions, block_size=c.block_size, top_k=c.top_k_blocks), index_keys
+
+
+def is_step(tokens: int, kernels: Kernels) -> bool:
+    """Whether a call of so many tokens a row goes to `pallas_kernels`; "xla" names the loops over the cache below."""
+    return tokens <= STEP_TOKENS and kernels.attention != "xla"
 
 
 def block_scores(
@@ -162,6 +179,33 @@ def attend(
     return out.reshape(batch, tokens, heads, dim).astype(q.dtype)
 
 
+def attend_step(
+    q: Float[Array, "B T Hq D"],
+    k: Float[Array, "B S Hkv D"],
+    v: Float[Array, "B S Hkv D"],
+    positions: Int[Array, "B T"],
+    *,
+    blocks: Int[Array, "B T Hkv top_k"] | None = None,
+    block_size: int,
+    implementation: str | None,
+) -> Float[Array, "B T Hq D"]:
+    """`attend` through `pallas_kernels`, which read the selected blocks only; S is a multiple of `block_size`.
+
+    The positions of a row are consecutive; the output of a token at position -1 is meaningless, but finite.
+    """
+    batch, tokens = positions.shape
+    offset = jnp.arange(tokens, dtype=jnp.int32)[None]
+    start = jnp.max(jnp.where(positions < 0, -tokens, positions - offset), axis=1)
+    # The cache as pages of one block each, without a copy.
+    k_pages, v_pages = (x.reshape(-1, block_size, *x.shape[2:]) for x in (k, v))
+    table = jnp.arange(k_pages.shape[0], dtype=jnp.int32).reshape(batch, -1)
+    common: dict[str, Any] = dict(implementation=implementation)
+    if blocks is None:
+        length = jnp.clip(jnp.max(positions, axis=1) + 1, 0, k.shape[1])
+        return windowed_decode(q, k_pages, v_pages, table, start, length, window=None, **common)[0]
+    return block_sparse_decode(q, k_pages, v_pages, table, blocks, start, block_size=block_size, **common)[0]
+
+
 def _causal(positions: Int[Array, "B T"], start: Int[Array, ""] | int, size: int) -> Bool[Array, "B T size"]:
     slot = start + jnp.arange(size, dtype=jnp.int32)
     return slot[None, None, :] <= positions[:, :, None]
@@ -192,6 +236,7 @@ class Attention(nnx.Module):
         self.q_norm = GemmaRMSNorm(scope / "q_norm", d, config.norm_eps)
         self.k_norm = GemmaRMSNorm(scope / "k_norm", d, config.norm_eps)
         self.indexer = Indexer(scope / "indexer", config) if sparse else None
+        self.kernels = scope.kernels
         self.config = config
 
     def __call__(
@@ -216,5 +261,10 @@ class Attention(nnx.Module):
             values=write_rows(cache.values, v, positions),
             index_keys=index_keys,
         )
-        out = attend(q, cache.keys, cache.values, positions, blocks=blocks, block_size=c.block_size, chunk=key_chunk(c))
+        common: dict[str, Any] = dict(blocks=blocks, block_size=c.block_size)
+        if is_step(tokens, self.kernels):
+            common["implementation"] = self.kernels.attention
+            out = attend_step(q, cache.keys, cache.values, positions, **common)
+        else:
+            out = attend(q, cache.keys, cache.values, positions, chunk=key_chunk(c), **common)
         return self.o_proj(out.reshape(batch, tokens, c.num_heads * c.head_dim)), cache, blocks

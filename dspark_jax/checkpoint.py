@@ -22,6 +22,7 @@ from dspark_jax.config import DrafterConfig, TargetConfig
 from dspark_jax.drafter import DSparkDrafter
 from dspark_jax.formats import Leaf, MXFP8Array, NVFP4Array, Weight
 from dspark_jax.heads import check_head_tensors
+from dspark_jax.kernels import Kernels
 from dspark_jax.layers import Format
 from dspark_jax.sharding import ShardingRules, default_sharding, weight_sharding
 from dspark_jax.target import MiniMaxTarget
@@ -146,6 +147,7 @@ def load(
     compute_dtype=jnp.bfloat16,
     mesh: Mesh | None = None,
     rules: ShardingRules | None = None,
+    kernels: Kernels | None = None,
 ) -> Model:
     """Load a converted checkpoint: the target and, if there is one, its drafter.
 
@@ -155,13 +157,15 @@ def load(
       compute_dtype: dtype of activations and caches; float32 for comparisons, bfloat16 otherwise.
       mesh: devices to spread the arrays over; the default device without one.
       rules: how logical axes map to mesh axes, `ShardingRules()` by default.
+      kernels: what the model's work goes through; the best on the device by default, XLA on a mesh of several devices.
 
     Raises:
       CheckpointError: not a finished conversion, no target in it, or arrays that do not fit the configs.
       ConfigError: a config that the library cannot compute.
-      ValueError: `weights` is neither "native" nor "bf16", or a compute dtype that is neither bfloat16 nor float32.
+      ValueError: `weights` is neither "native" nor "bf16", the compute dtype neither bfloat16 nor float32, or there are
+        kernels other than XLA's on a mesh of several devices.
     """
-    compute_dtype = _compute_dtype(compute_dtype)
+    compute_dtype, kernels = _compute_dtype(compute_dtype), _kernels(kernels, mesh)
     layout = Layout.read(path)
     if layout.target is None:
         raise CheckpointError(
@@ -170,7 +174,7 @@ def load(
         )
     config, kinds = layout.target, layout.formats()
     target = _restore(
-        nnx.eval_shape(lambda: MiniMaxTarget(config, formats=kinds, compute_dtype=compute_dtype)),
+        nnx.eval_shape(lambda: MiniMaxTarget(config, formats=kinds, compute_dtype=compute_dtype, kernels=kernels)),
         "target",
         layout,
         weights=weights,
@@ -179,7 +183,9 @@ def load(
     )
     drafter = None
     if layout.drafter is not None:
-        drafter = load_drafter(path, weights=weights, compute_dtype=compute_dtype, mesh=mesh, rules=rules)
+        drafter = load_drafter(
+            path, weights=weights, compute_dtype=compute_dtype, mesh=mesh, rules=rules, kernels=kernels
+        )
     return Model(target=target, drafter=drafter)
 
 
@@ -191,6 +197,15 @@ def _compute_dtype(dtype) -> Any:
     raise ValueError(f"compute_dtype must be bfloat16 or float32, found {dtype!r}")
 
 
+def _kernels(kernels: Kernels | None, mesh: Mesh | None) -> Kernels:
+    """The default, or ValueError for kernels on a mesh: XLA cannot split them."""
+    if mesh is None or mesh.size == 1:
+        return kernels or Kernels()
+    if kernels not in (None, Kernels.xla()):
+        raise ValueError(f"kernels must be Kernels.xla() on a mesh of {mesh.size} devices, found {kernels}")
+    return Kernels.xla()
+
+
 def load_drafter(
     path: str | Path,
     *,
@@ -198,19 +213,19 @@ def load_drafter(
     compute_dtype=jnp.bfloat16,
     mesh: Mesh | None = None,
     rules: ShardingRules | None = None,
+    kernels: Kernels | None = None,
 ) -> DSparkDrafter:
     """Load the drafter of a converted checkpoint; arguments and errors as for `load`."""
-    compute_dtype = _compute_dtype(compute_dtype)
+    compute_dtype, kernels = _compute_dtype(compute_dtype), _kernels(kernels, mesh)
     layout = Layout.read(path)
     if layout.drafter is None:
         raise CheckpointError(f"{path} has no drafter: dspark/config.json is missing; generate with draft='none'")
     config, kinds = layout.drafter, layout.formats()
     check_head_tensors(config, {path: tuple(entry["shape"]) for path, entry in layout.arrays.items()})
-    abstract = nnx.eval_shape(lambda: DSparkDrafter(config, formats=kinds, compute_dtype=compute_dtype))
-    drafter = _restore(abstract, "drafter", layout, weights=weights, mesh=mesh, rules=rules)
-    if mesh is not None and mesh.size > 1:
-        drafter.attention_implementation = "xla"
-    return drafter
+    abstract = nnx.eval_shape(
+        lambda: DSparkDrafter(config, formats=kinds, compute_dtype=compute_dtype, kernels=kernels)
+    )
+    return _restore(abstract, "drafter", layout, weights=weights, mesh=mesh, rules=rules)
 
 
 def _restore[M: nnx.Module](

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 from dspark_jax.cache import DraftCache
 from dspark_jax.config import ConfigError, DrafterConfig
 from dspark_jax.heads import ConfidenceHead, make_markov_head
+from dspark_jax.kernels import Kernels
 from dspark_jax.layers import Format, GemmaRMSNorm, Linear, RMSNorm, Scope, SwigluMLP, rotate
 from dspark_jax.target import Embedding
 from pallas_kernels import block_attention, merge_future_block, windowed_decode
@@ -161,8 +162,6 @@ class DSparkDrafter(nnx.Module):
       markov_head: a `dspark_jax.heads.MarkovHead`, or `NoMarkov`, which biases nothing.
       confidence_head: a `dspark_jax.heads.ConfidenceHead`, or None.
       embed_tokens, lm_head: its own `Embedding`s, or None where it uses the target's.
-      attention_implementation: kernels that `block` uses unless told otherwise. `load` sets "xla" on a mesh of several
-        devices, where XLA cannot split a kernel by itself.
 
     Args:
       config: geometry and constants.
@@ -170,6 +169,7 @@ class DSparkDrafter(nnx.Module):
         checkpoint needs it.
       key: random weights from it; without one the weights are zeros.
       compute_dtype: dtype of activations and cache. Norms, rotation, softmax, heads and logits are float32 in any case.
+      kernels: what the work goes through; the best on the device by default.
 
     Raises:
       ConfigError: the config is of a quantised checkpoint and there are no formats.
@@ -182,6 +182,7 @@ class DSparkDrafter(nnx.Module):
         formats: Mapping[str, Format] | None = None,
         key: jax.Array | None = None,
         compute_dtype=jnp.bfloat16,
+        kernels: Kernels | None = None,
     ):
         if config.quantized and formats is None:
             raise ConfigError(
@@ -189,7 +190,7 @@ class DSparkDrafter(nnx.Module):
                 "load_drafter, or give formats (an empty one builds it in bf16)"
             )
         h = config.hidden_size
-        scope = Scope("drafter", formats or {}, key)
+        scope = Scope("drafter", formats or {}, key, kernels or Kernels())
         own = config.own_embeddings
         self.fc = Linear(scope / "fc", h, len(config.target_layer_ids) * h, ("embed", "features"))
         self.hidden_norm = _norm(scope / "hidden_norm", h, config)
@@ -201,7 +202,7 @@ class DSparkDrafter(nnx.Module):
         self.lm_head = Embedding(scope / "lm_head", config.vocab_size, h) if own else None
         self.config = config
         self.compute_dtype = jnp.dtype(compute_dtype)
-        self.attention_implementation: str | None = None
+        self.kernels = scope.kernels
 
     def make_cache(self, batch: int, capacity: int | None = None) -> DraftCache:
         """An empty cache for `batch` rows in the compute dtype.
@@ -273,8 +274,7 @@ class DSparkDrafter(nnx.Module):
             of its own and not the beginning of a longer one.
           embed, head: the target's embedding and head; a drafter that has its own needs none.
           lowering: see `Lowering`.
-          implementation: which kernels (see `pallas_kernels`); None for `attention_implementation`, and where that is
-            None too for the best ones for this device.
+          implementation: of the attention (see `pallas_kernels`); None for that of the model's `kernels`.
 
         Raises:
           ConfigError: `num_slots` is not in 1..block size.
@@ -287,7 +287,7 @@ class DSparkDrafter(nnx.Module):
             raise ConfigError(
                 f"num_draft_tokens must be between 1 and the drafter's block size {c.block_size}, found {k}"
             )
-        implementation = implementation or self.attention_implementation
+        implementation = implementation or self.kernels.attention
         embed = self.embed_tokens if embed is None else embed
         head = self.lm_head if head is None else head
         if embed is None or head is None:

@@ -15,6 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from pallas_kernels import quantized_matmul
+
 MXFP8_BLOCK = 32
 NVFP4_BLOCK = 16
 # Magnitudes of the eight E2M1 codes; bit 3 is the sign.
@@ -101,8 +103,15 @@ def precision(dtype) -> lax.Precision | None:
     return lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
 
-def linear(x: Float[Array, "*batch I"], weight: Weight) -> Float[Array, "*batch O"]:
-    """y = x W^T in x's dtype with float32 accumulation; `weight` is [O, I] in any format."""
+def linear(
+    x: Float[Array, "*batch I"], weight: Weight, *, implementation: str | None = None
+) -> Float[Array, "*batch O"]:
+    """y = x W^T in x's dtype with float32 accumulation; `weight` is [O, I] in any format.
+
+    `implementation` is that of `pallas_kernels.quantized_matmul`, which a plain weight does not need.
+    """
+    if isinstance(weight, MXFP8Array | NVFP4Array):
+        return quantized_matmul(x, weight, implementation=implementation)
     return jnp.einsum("...i,oi->...o", x, dequantize(weight, x.dtype), precision=precision(x.dtype))
 
 
@@ -129,7 +138,7 @@ def quantize_mxfp8(weight: Float[Array, "*shape"]) -> MXFP8Array:
     codes = jnp.ldexp(
         jnp.ldexp(blocks, jnp.broadcast_to(-half, blocks.shape)), jnp.broadcast_to(half - power, blocks.shape)
     )
-    codes = codes.reshape(weight.shape).astype(jnp.float8_e4m3fn)
+    codes = _rounded(codes.reshape(weight.shape).astype(jnp.float8_e4m3fn))
     return MXFP8Array(codes=codes, scale=(power[..., 0] + 127).astype(jnp.uint8))
 
 
@@ -144,18 +153,14 @@ def quantize_nvfp4(weight: Float[Array, "*shape"], *, global_scale_op: GlobalSca
     factor = amax / (_E4M3_MAX * _E2M1_MAX)
     factor = jnp.where(factor == 0, 1.0, factor)
     block_max = jnp.max(jnp.abs(blocks), axis=-1)
-    scale = (block_max / _E2M1_MAX / jnp.broadcast_to(factor[..., None, None], block_max.shape)).astype(
-        jnp.float8_e4m3fn
-    )
+    scale = block_max / _E2M1_MAX / jnp.broadcast_to(factor[..., None, None], block_max.shape)
+    scale = _rounded(scale.astype(jnp.float8_e4m3fn))
     step = scale.astype(jnp.float32) * jnp.broadcast_to(factor[..., None, None], block_max.shape)
     step = jnp.broadcast_to(step[..., None], blocks.shape)
     magnitude = jnp.where(step == 0, 0.0, jnp.abs(blocks) / jnp.where(step == 0, 1.0, step))
     # Rounding to E2M1: the value steps by 1/2 up to 2, by 1 up to 4, by 2 up to 6; `round` is half to even in each.
-    codes = jnp.select(
-        [magnitude < 2, magnitude < 4],
-        [jnp.round(2 * magnitude), 2 + jnp.round(magnitude)],
-        4 + jnp.round(jnp.minimum(magnitude, _E2M1_MAX) / 2),
-    )
+    high = jnp.where(magnitude < 4, 2 + jnp.round(magnitude), 4 + jnp.round(jnp.minimum(magnitude, _E2M1_MAX) / 2))
+    codes = jnp.where(magnitude < 2, jnp.round(2 * magnitude), high)
     nibbles = codes.astype(jnp.uint8) | (jnp.signbit(blocks).astype(jnp.uint8) << 3)
     pairs = nibbles.reshape(*weight.shape[:-1], weight.shape[-1] // 2, 2)
     return NVFP4Array(
@@ -164,6 +169,11 @@ def quantize_nvfp4(weight: Float[Array, "*shape"], *, global_scale_op: GlobalSca
         global_scale=factor if global_scale_op == "multiply" else 1 / factor,
         global_scale_op=global_scale_op,
     )
+
+
+def _rounded(x: jax.Array) -> jax.Array:
+    """`x`, which XLA must not replace by the wider value it was rounded from (it may drop f32 -> f8 -> f32 otherwise)."""
+    return lax.optimization_barrier(x)
 
 
 def _blocks(weight: jax.Array, size: int, name: str) -> jax.Array:

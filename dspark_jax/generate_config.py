@@ -45,10 +45,10 @@ class GenerateConfig:
       stop_token_ids: tokens that end a row, as its last; None takes the checkpoint's end-of-sequence tokens, () none.
       confidence_threshold: cut a block before the first draft whose confidence is below this; 0 verifies all.
       ragged_verify: rule for steps that the threshold may shorten. "standard" is what published engines use.
-      record_steps: keep drafts, accepted counts and last tokens of every step.
+      record_steps: keep drafts, accepted counts, last tokens and confidences of every step.
       log_probs: also return the log-probability of each emitted token under the unfiltered target at temperature 1.
       expected_acceptance: also sum up what `standard` and `block` accept on average over their coins, from the same
-        drafts (see `AcceptanceStats.expected_accepted`).
+        drafts (see `AcceptanceStats.expected_accepted`); with `record_steps` each step's, too.
       prefill_chunk: prompt tokens of one forward; bounds the memory of a long prompt.
       draft_attention: implementation of the drafter's attention kernels, None for the best on the device.
       benchmark_forced_acceptance: BENCHMARKS ONLY, the output is then meaningless: accept this many drafts a step on

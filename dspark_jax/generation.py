@@ -15,10 +15,11 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from dspark_jax import sampling
 from dspark_jax.checkpoint import Model
+from dspark_jax.drafter import DSparkDrafter
 from dspark_jax.generate_config import FinishReason, GenerateConfig
 from dspark_jax.generation_state import Committed, Generation, GenerationState, StepRecord
 from dspark_jax.sampling import SamplingParams
-from dspark_jax.speculation import Plan, draft_block, expected_accepted, verify_block
+from dspark_jax.speculation import Plan, draft_block, expected_accepted, records_confidence, verify_block
 from dspark_jax.stats import AcceptanceStats
 from dspark_jax.target import last_row, token_positions
 
@@ -132,10 +133,20 @@ def _prefill(
         cache=cache,
         draft_cache=draft_cache,
         stats=AcceptanceStats.zeros(batch, plan.num_drafts),
-        steps=StepRecord.empty(batch, new, plan.num_drafts) if config.record_steps else None,
+        steps=_no_steps(batch, config, plan, drafter) if config.record_steps else None,
     )
     state, _ = _emit(state, first, (lengths > 0).astype(jnp.int32), logits, plan.stop_ids)
     return _end_at_context(state, target.config.max_context)
+
+
+def _no_steps(batch: int, config: GenerateConfig, plan: Plan, drafter: DSparkDrafter | None) -> StepRecord:
+    return StepRecord.empty(
+        batch,
+        config.max_new_tokens,
+        plan.num_drafts,
+        confidence=records_confidence(drafter, config),
+        expected=config.expected_acceptance and plan.num_drafts > 0,
+    )
 
 
 def _check_inputs(tokens: Array, lengths: Array, keys: Array, max_context: int) -> None:
@@ -235,10 +246,11 @@ def _step(
     budget = state.tokens.shape[1] - state.num_tokens - 1
     context = target.config.max_context - 2 - state.position
     lengths = jnp.clip(jnp.minimum(budget, context), 0, drafts)
-    log_q, draft_tokens = None, jnp.zeros((state.anchor.shape[0], 0), jnp.int32)
+    log_q = confidence = None
+    draft_tokens = jnp.zeros((state.anchor.shape[0], 0), jnp.int32)
     if drafter is not None and state.draft_cache is not None:
         with jax.named_scope("draft"):
-            draft_tokens, log_q, lengths = draft_block(
+            draft_tokens, log_q, lengths, confidence = draft_block(
                 drafter, target, state, state.draft_cache, keys, lengths, config, drafts
             )
     lengths = jnp.where(running, lengths, 0)
@@ -263,7 +275,8 @@ def _step(
     last = jnp.take_along_axis(tokens, accepted[:, None], axis=1)[:, 0]
     steps = state.steps
     if steps is not None:
-        steps = steps.put(state.step - 1, running, draft_tokens, accepted, last)
+        sure = confidence if records_confidence(drafter, config) else None
+        steps = steps.put(state.step - 1, running, draft_tokens, accepted, last, sure, expected)
     state = dataclasses.replace(
         state,
         anchor=jnp.where(running, last, state.anchor),

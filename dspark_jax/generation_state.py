@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dspark_jax.cache import DraftCache, TargetCache
 from dspark_jax.formats import Leaf
@@ -21,19 +21,27 @@ class StepRecord:
       draft_tokens: int32 [B, S, K], what was verified (-1 in slots that were not).
       accepted: int32 [B, S], how many of them were accepted.
       last_token: int32 [B, S], the correction or bonus token behind them.
+      confidence: float32 [B, S, K], the confidence head's probability that each draft is accepted if all before it
+        are, also for slots that were not verified; None where there is no such head.
+      expected_accepted: float32 [B, S, 2], drafts that `standard` and `block` accept on average over their coins; None
+        unless `GenerateConfig.expected_acceptance`.
     """
 
     draft_tokens: Leaf
     accepted: Leaf
     last_token: Leaf
+    confidence: Leaf | None
+    expected_accepted: Leaf | None
 
     @classmethod
-    def empty(cls, batch: int, steps: int, drafts: int) -> "StepRecord":
+    def empty(cls, batch: int, steps: int, drafts: int, *, confidence: bool, expected: bool) -> "StepRecord":
         """Room for `steps` steps of `drafts` drafts, none made."""
         return cls(
             draft_tokens=jnp.full((batch, steps, drafts), -1, jnp.int32),
             accepted=jnp.full((batch, steps), -1, jnp.int32),
             last_token=jnp.full((batch, steps), -1, jnp.int32),
+            confidence=jnp.full((batch, steps, drafts), -1, jnp.float32) if confidence else None,
+            expected_accepted=jnp.full((batch, steps, 2), -1, jnp.float32) if expected else None,
         )
 
     def put(
@@ -43,15 +51,20 @@ class StepRecord:
         draft_tokens: Int[Array, "B K"],
         accepted: Int[Array, " B"],
         last: Int[Array, " B"],
+        confidence: Float[Array, "B K"] | None,
+        expected_accepted: Float[Array, "B 2"] | None,
     ) -> "StepRecord":
         """With step `index` of the rows that are running."""
         where = jnp.where(running, index, self.accepted.shape[1])
         rows = jnp.arange(where.shape[0], dtype=jnp.int32)
-        return StepRecord(
-            draft_tokens=self.draft_tokens.at[rows, where].set(draft_tokens, mode="drop"),
-            accepted=self.accepted.at[rows, where].set(accepted, mode="drop"),
-            last_token=self.last_token.at[rows, where].set(last, mode="drop"),
+        step = StepRecord(
+            draft_tokens=draft_tokens,
+            accepted=accepted,
+            last_token=last,
+            confidence=confidence,
+            expected_accepted=expected_accepted,
         )
+        return jax.tree.map(lambda all_steps, one: all_steps.at[rows, where].set(one, mode="drop"), self, step)
 
 
 @jax.tree_util.register_dataclass

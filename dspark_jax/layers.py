@@ -12,23 +12,26 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from dspark_jax import formats
+from dspark_jax.kernels import Kernels
 
 Format = Literal["bf16", "f32", "mxfp8", "nvfp4/multiply", "nvfp4/divide"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Scope:
-    """Where parameters are created: the path so far, the storage format of each path, and a key for random weights.
+    """What a module is built from: the path so far, the storage format of each path, a key for random weights, kernels.
 
     Attributes:
       path: "/"-joined path of the module under construction; the same path names its arrays in a checkpoint.
       formats: storage format by parameter path; a path that is not listed is bf16.
       key: random weights come from it, one draw a path; None makes zeros (enough for `nnx.eval_shape`).
+      kernels: what the modules' work goes through.
     """
 
     path: str = ""
     formats: Mapping[str, Format] = dataclasses.field(default_factory=dict)
     key: jax.Array | None = None
+    kernels: Kernels = dataclasses.field(default_factory=Kernels)
 
     def __truediv__(self, name: object) -> "Scope":
         return dataclasses.replace(self, path=f"{self.path}/{name}" if self.path else str(name))
@@ -63,9 +66,10 @@ class Linear(nnx.Module):
 
     def __init__(self, scope: Scope, out_size: int, in_size: int, axes: tuple[str | None, str | None]):
         self.weight = scope.param("weight", (out_size, in_size), axes, scale=in_size**-0.5)
+        self.kernels = scope.kernels
 
     def __call__(self, x: Float[Array, "*batch I"]) -> Float[Array, "*batch O"]:
-        return formats.linear(x, self.weight.get_value())
+        return formats.linear(x, self.weight.get_value(), implementation=self.kernels.linear)
 
 
 def rms_normalize(

@@ -8,10 +8,8 @@ from jaxtyping import Array, Float, Int
 
 from dspark_jax import formats
 from dspark_jax.config import TargetConfig
-from dspark_jax.layers import Scope, SwigluMLP, swiglu_oai
-
-# Rows of one expert that are computed together. A tile costs one dequantisation of the expert's matrices.
-_TILE = 128
+from dspark_jax.layers import Scope, SwigluMLP
+from pallas_kernels import grouped_experts
 
 
 class Router(nnx.Module):
@@ -44,43 +42,16 @@ class Experts(nnx.Module):
         self.down_proj = ExpertWeights(scope / "down_proj", (e, h, f), axes_out)
         self.num_experts = e
         self.alpha, self.limit = config.swiglu_alpha, config.swiglu_limit
+        self.kernels = scope.kernels
 
     def __call__(
         self, x: Float[Array, "N H"], experts: Int[Array, "N k"], weights: Float[Array, "N k"]
     ) -> Float[Array, "N H"]:
-        """Weighted sum of each row's experts, float32 [N, H]. An index of `num_experts` or more computes nothing.
-
-        Rows are sorted by expert and computed in tiles of one expert each, so that memory stays bounded and an
-        expert without rows is not read. The number of tiles is static; those that are not needed are branched over.
-        """
-        rows, k = experts.shape
-        tile = min(rows, _TILE)
-        num_tiles = min(self.num_experts, rows * k) + (rows * k) // tile
-        flat = jnp.minimum(experts.reshape(-1), self.num_experts)
-        order = jnp.argsort(flat, stable=True)
-        counts = jnp.bincount(flat, length=self.num_experts + 1)[:-1].astype(jnp.int32)
-        ends = jnp.cumsum(counts)
-        tile_ends = jnp.cumsum((counts + tile - 1) // tile)
-        flat_weights = weights.reshape(-1)
-
-        def compute(index: Int[Array, ""], total: Float[Array, "N H"]) -> Float[Array, "N H"]:
-            expert = jnp.searchsorted(tile_ends, index, side="right").astype(jnp.int32)
-            first_tile = tile_ends[expert] - (counts[expert] + tile - 1) // tile
-            start = ends[expert] - counts[expert] + (index - first_tile) * tile
-            slots = start + jnp.arange(tile, dtype=jnp.int32)
-            pairs = order[jnp.minimum(slots, rows * k - 1)]
-            token = jnp.where(slots < ends[expert], pairs // k, rows)
-            inputs = x.at[token].get(mode="fill", fill_value=0)
-            gate = formats.linear(inputs, self.gate_proj.take(expert))
-            up = formats.linear(inputs, self.up_proj.take(expert))
-            inner = swiglu_oai(gate, up, alpha=self.alpha, limit=self.limit)
-            output = formats.linear(inner, self.down_proj.take(expert)).astype(jnp.float32)
-            return total.at[token].add(output * flat_weights[pairs][:, None], mode="drop")
-
-        def step(index: Int[Array, ""], total: Float[Array, "N H"]) -> Float[Array, "N H"]:
-            return lax.cond(index < tile_ends[-1], compute, lambda _, total: total, index, total)
-
-        return lax.fori_loop(0, num_tiles, step, jnp.zeros(x.shape, jnp.float32))
+        """Weighted sum of each row's experts, float32 [N, H]. An index of `num_experts` or more computes nothing."""
+        stacks = (part.weight.get_value() for part in (self.gate_proj, self.up_proj, self.down_proj))
+        return grouped_experts(
+            x, experts, weights, *stacks, alpha=self.alpha, limit=self.limit, implementation=self.kernels.experts
+        )
 
 
 class ExpertWeights(nnx.Module):
@@ -88,10 +59,6 @@ class ExpertWeights(nnx.Module):
 
     def __init__(self, scope: Scope, shape: tuple[int, int, int], axes: tuple[str, str, str]):
         self.weight = scope.param("weight", shape, axes, scale=shape[-1] ** -0.5)
-
-    def take(self, expert: Int[Array, ""]) -> formats.Weight:
-        """Matrix [out, in] of one expert."""
-        return formats.take_matrix(self.weight.get_value(), expert)
 
 
 class MoE(nnx.Module):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -77,6 +78,27 @@ class Plan:
         return cls(num_drafts=drafts, capture=drafter.target_layer_ids, stop_ids=stop, verify=verify)
 
 
+class DraftedBlock(NamedTuple):
+    """What the drafter gives a step.
+
+    Attributes:
+      tokens: int32 [B, K].
+      log_q: the law each was drawn from, None for the one-hot rule.
+      lengths: int32 [B], how many of them to verify.
+      confidence: float32 [B, K], where it is needed or recorded and there is a head for it.
+    """
+
+    tokens: Int[Array, "B K"]
+    log_q: Float[Array, "B K V"] | None
+    lengths: Int[Array, " B"]
+    confidence: Float[Array, "B K"] | None
+
+
+def records_confidence(drafter: DSparkDrafter | None, config: GenerateConfig) -> bool:
+    """Whether the confidence of each draft is part of the recorded steps."""
+    return config.record_steps and drafter is not None and drafter.confidence_head is not None
+
+
 def draft_block(
     drafter: DSparkDrafter,
     target: MiniMaxTarget,
@@ -86,8 +108,8 @@ def draft_block(
     lengths: Int[Array, " B"],
     config: GenerateConfig,
     drafts: int,
-) -> tuple[Int[Array, "B K"], Float[Array, "B K V"] | None, Int[Array, " B"]]:
-    """-> draft tokens, the law each was drawn from (None: one-hot), how many of them to verify."""
+) -> DraftedBlock:
+    """Draft a block, and shorten it where the drafter is not sure."""
     own = drafter.config.own_embeddings
     block = drafter.block(
         state.anchor,
@@ -110,13 +132,15 @@ def draft_block(
         method=config.draft,
         allowed=allowed,
     )
-    if drafter.confidence_head is not None and config.confidence_threshold > 0:
-        # Slot k's confidence is known before draft k is drawn, so cutting there cannot favour any token.
+    confidence = None
+    if drafter.confidence_head is not None and (config.confidence_threshold > 0 or config.record_steps):
         confidence = jax.nn.sigmoid(drafter.confidence_head(block.hidden, draft.prev_embeddings))
+    if confidence is not None and config.confidence_threshold > 0:
+        # Slot k's confidence is known before draft k is drawn, so cutting there cannot favour any token.
         sure = confidence >= config.confidence_threshold
         cut = jnp.where(jnp.all(sure, axis=1), drafts, jnp.argmin(sure, axis=1).astype(jnp.int32))
         lengths = jnp.minimum(lengths, cut)
-    return draft.tokens, draft.log_q, lengths
+    return DraftedBlock(draft.tokens, draft.log_q, lengths, confidence)
 
 
 def expected_accepted(

@@ -14,6 +14,7 @@ from dspark_jax.attention import Attention, LayerCache
 from dspark_jax.cache import TargetCache
 from dspark_jax.config import TargetConfig
 from dspark_jax.formats import Leaf
+from dspark_jax.kernels import Kernels
 from dspark_jax.layers import Format, GemmaRMSNorm, Scope, SwigluMLP
 from dspark_jax.moe import MoE
 
@@ -119,6 +120,7 @@ class MiniMaxTarget(nnx.Module):
       formats: storage format by parameter path ("target/..."); bf16 where nothing is said.
       key: random weights from it; without one the weights are zeros.
       compute_dtype: dtype of activations and caches. Router, norms, softmax and logits are float32 in any case.
+      kernels: what the work goes through; the best on the device by default.
     """
 
     def __init__(
@@ -128,6 +130,7 @@ class MiniMaxTarget(nnx.Module):
         formats: Mapping[str, Format] | None = None,
         key: jax.Array | None = None,
         compute_dtype=jnp.bfloat16,
+        kernels: Kernels | None = None,
     ):
         router: dict[str, Format] = {
             f"target/layers/{i}/moe/router/{name}": "f32"
@@ -135,7 +138,7 @@ class MiniMaxTarget(nnx.Module):
             if moe
             for name in ("weight", "bias")
         }
-        scope = Scope("target", {**router, **(formats or {})}, key)
+        scope = Scope("target", {**router, **(formats or {})}, key, kernels or Kernels())
         self.embed_tokens = Embedding(scope / "embed_tokens", config.vocab_size, config.hidden_size)
         self.layers = nnx.List(
             DecoderLayer(scope / "layers" / i, config, sparse=sparse, moe=moe)

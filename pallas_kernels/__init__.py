@@ -1,14 +1,48 @@
-"""Attention kernels for block drafting: Pallas Mosaic GPU, Triton and XLA forms of one set of functions.
+"""Kernels for speculative decoding from quantised weights: Pallas Mosaic GPU, Triton and XLA forms of each function.
 
     windowed_decode      causal attention of K queries a row over a cache, and its log-sum-exp
     merge_future_block   adds the block keys after each query to such a result
     block_attention      both in one call: the context from the cache, the block's keys from the arguments
+    index_block_scores   largest index score of each block of keys
+    select_blocks        the best blocks of each query
+    block_sparse_decode  causal attention over the selected blocks only
+    quantized_matmul     x W^T with W in MXFP8 or NVFP4
+    grouped_experts      a mixture of experts: gate, up, SwiGLU, down and the weighted sum, in bf16, MXFP8 or NVFP4
 
-Shapes: B rows, K queries a row, Hq query heads, Hkv key/value heads, D head size, N pages, P pages a row.
+Implementations, in the order in which `implementation=None` tries them ("mosaic" and "triton" in the order that was
+measured as faster for the format and shape):
 
-The cache is a pool of pages `[N, page, Hkv, D]` and a table of page ids `[B, P]`. Position p of row b lives in page
-`page_table[b, (p // page) % P]`, slot `p % page`. A contiguous cache is a table that counts up; a ring is one that
-wraps. What must hold:
+    "mosaic"    Hopper (sm_90)
+    "triton"    NVIDIA from Ampere on, with jax-triton installed
+    "xla"       any device, any size; has derivatives
+
+    ===================  ================================  =====================================  ================
+    function             "mosaic"                          "triton"                               "xla"
+    ===================  ================================  =====================================  ================
+    windowed_decode,     bf16, fp16; heads of 64, 128,     bf16, fp16; heads up to 256            bf16, fp16, fp32
+    merge_future_block,  192, 256; pages of 8, 16, 32, 64
+    block_attention      or a multiple of 128 slots; at
+                         most 64 query heads a KV head;
+                         blocks of at most 64
+    index_block_scores,                                    bf16, fp16; heads up to 256; select    bf16, fp16, fp32
+    select_blocks                                          among up to 16,384 blocks
+    block_sparse_decode                                    bf16, fp16; heads up to 256; at most   bf16, fp16, fp32
+                                                           128 query heads a KV head and 128
+                                                           blocks a query
+    quantized_matmul     bf16 rows; weights in whole       bf16 rows; every size                  bf16, fp16, fp32
+                         tiles
+    grouped_experts      bf16 rows; MXFP8 and NVFP4 in     bf16 rows; multiples of 16 outputs,    bf16, fp16, fp32
+                         whole tiles                       of 16 (bf16), 32 (MXFP8) and 64
+                                                           (NVFP4) inputs
+    ===================  ================================  =====================================  ================
+
+All run under `jit` and inside `lax.while_loop` without a word to the host, and fold `vmap` into the batch. Under a
+mesh, call them inside `shard_map`: XLA cannot split a kernel that it cannot look into.
+
+The attention functions. Shapes: B rows, K queries a row, Hq query heads, Hkv key/value heads, D head size, N pages, P
+pages a row. The cache is a pool of pages `[N, page, Hkv, D]` and a table of page ids `[B, P]`. Position p of row b
+lives in page `page_table[b, (p // page) % P]`, slot `p % page`. A contiguous cache is a table that counts up; a ring is
+one that wraps. What must hold:
 
     - every visible position is at least `kv_length - P * page` (`q_start - P * page` in `block_attention`): the ring
       is long enough. The window and a block of K fit when `P * page >= window - 1 + K`;
@@ -16,27 +50,25 @@ wraps. What must hold:
     - every slot of a page that holds a visible key is finite: let caches start as zeros. Other pages are not looked at.
 
 The log-sum-exp is the natural one of the scaled scores, in float32; -inf (and out 0) where a query sees no key.
-
-Implementations, in the order in which `implementation=None` tries them:
-
-    ==========  ==========================  =================  ==============  ========================================
-    name        device                      dtypes             head sizes      other limits
-    ==========  ==========================  =================  ==============  ========================================
-    "mosaic"    Hopper (sm_90)              bf16, fp16         64, 128, 192,   pages of 8, 16, 32, 64 or a multiple of
-                                                               256             128 slots; at most 64 query heads a KV
-                                                                               head; blocks of at most 64
-    "triton"    NVIDIA from Ampere on,      bf16, fp16         up to 256
-                with jax-triton installed
-    "xla"       any                         bf16, fp16, fp32   any             has derivatives
-    ==========  ==========================  =================  ==============  ========================================
-
-All run under `jit` and inside `lax.while_loop` without a word to the host, and fold `vmap` into the batch. "mosaic" is
-fastest when the page table has a multiple of 4 entries a row and a group has 8, 16, 32 or 64 query heads (others are
-padded to the next). Under a mesh, call them inside `shard_map`: XLA cannot split a kernel that it cannot look into.
+"mosaic" is fastest when the page table has a multiple of 4 entries a row and a group has 8, 16, 32 or 64 query heads
+(others are padded to the next).
 """
 
 from pallas_kernels.block_attention.api import block_attention
 from pallas_kernels.block_merge.api import merge_future_block
+from pallas_kernels.block_sparse_decode.api import block_sparse_decode
+from pallas_kernels.grouped_experts.api import grouped_experts
+from pallas_kernels.index_scores.api import index_block_scores, select_blocks
+from pallas_kernels.quantized_matmul.api import quantized_matmul
 from pallas_kernels.windowed_decode.api import windowed_decode
 
-__all__ = ["block_attention", "merge_future_block", "windowed_decode"]
+__all__ = [
+    "block_attention",
+    "block_sparse_decode",
+    "grouped_experts",
+    "index_block_scores",
+    "merge_future_block",
+    "quantized_matmul",
+    "select_blocks",
+    "windowed_decode",
+]

@@ -32,6 +32,15 @@ def check_scale(scale: Any, head_dim: int) -> float:
     return scale
 
 
+def check_block_size(block_size: Any) -> int:
+    """`block_size` as a Python int."""
+    if isinstance(block_size, bool | jax.Array) or not hasattr(block_size, "__index__"):
+        raise TypeError(f"block_size must be a Python int, got {type(block_size).__name__}: it is part of the program.")
+    if (block_size := operator.index(block_size)) <= 0:
+        raise ValueError(f"block_size must be at least 1 key, got {block_size}.")
+    return block_size
+
+
 def check_queries(q: Any) -> None:
     if q.ndim != 4:
         raise ValueError(f"q must have shape [B, K, Hq, D], got {q.shape}.")

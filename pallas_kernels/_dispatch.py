@@ -96,3 +96,39 @@ def opaque(function: str, kernel: Kernel, roles: tuple[str, ...]) -> Kernel:
         raise NotImplementedError(f"{function} has no derivative on this device: differentiate implementation='xla'.")
 
     return guarded
+
+
+def opaque_rows(function: str, kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """`kernel(x [rows, ...], *weights) -> [rows, ...]` with a vmap rule and without a derivative.
+
+    A batch of x is folded into its rows; batches that have weights of their own run one after the other.
+    """
+
+    def kernel_without_derivative(*args: jax.Array) -> jax.Array:
+        return folded(*args)
+
+    @jax.custom_batching.custom_vmap
+    def folded(*args: jax.Array) -> jax.Array:
+        return kernel(*args)
+
+    @folded.def_vmap
+    def fold(axis_size: int, batched: list[bool], *args: jax.Array) -> tuple[Any, bool]:
+        if any(batched[1:]):
+            each = [a for a, is_batched in zip(args, batched, strict=True) if is_batched]
+
+            def one(own: list[jax.Array]) -> jax.Array:
+                rest = iter(own)
+                return folded(*(next(rest) if b else a for a, b in zip(args, batched, strict=True)))
+
+            return jax.lax.map(one, each), True
+        x, *weights = args
+        out = folded(x.reshape(-1, *x.shape[2:]), *weights)
+        return out.reshape(axis_size, -1, *out.shape[1:]), True
+
+    guarded = jax.custom_jvp(functools.wraps(kernel)(kernel_without_derivative))
+
+    @guarded.defjvp
+    def no_derivative(primals: Any, tangents: Any) -> Any:
+        raise NotImplementedError(f"{function} has no derivative on this device: differentiate implementation='xla'.")
+
+    return guarded

@@ -151,6 +151,21 @@ def add_dot(
     return cast(jax.Array, pl.run_state(run)(plgpu.ACC.init(accumulator)))
 
 
+def with_accumulator(run: Callable[[Any], jax.Array], shape: tuple[int, int]) -> jax.Array:
+    """run(accumulator), a zeroed float32 accumulator of the matrix units that `multiply_registers` adds to."""
+    return pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
+
+
+def multiply_registers(accumulator: Any, a: jax.Array, b: Any) -> None:
+    """Starts accumulator += a [64, S] (registers) @ b [N, S]^T (shared memory); `wait_products` waits for it."""
+    plgpu.wgmma(accumulator, a, b.transpose((1, 0)))
+
+
+def wait_products(unfinished: int) -> None:
+    """Until at most so many of the products started last are unfinished."""
+    plgpu.wgmma_wait(unfinished)
+
+
 def global_semaphores(count: int) -> Any:
     """Zeroed counters that all blocks of the launch share (scratch would give each block its own)."""
     return pl.get_global(plgpu.SemaphoreType.REGULAR((count,)))
@@ -164,5 +179,6 @@ def wait_for(semaphore: Any, count: int) -> None:
     plgpu.semaphore_wait(semaphore, count, decrement=False, memory_scope="gpu")
 
 
-def wait_stores() -> None:
-    plgpu.wait_smem_to_gmem(0)
+def wait_until_read() -> None:
+    """Shared memory may be reused; the copies to global memory end before the launch does."""
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -26,10 +26,15 @@ def resume(values: Any, lse: Any) -> tuple[Any, Any, Any]:
     return values * gpu.along_rows(total, values.shape), maximum, total
 
 
+def hide(visible: Any, scores: Any, scale: float) -> Any:
+    """Scores that `weigh` gives no weight where they are not visible."""
+    return jnp.where(visible, scores, -jnp.inf if scale >= 0 else jnp.inf)
+
+
 def weigh(scores: Any, state: tuple[Any, Any, Any], scale: float, dtype: Any) -> tuple[Any, tuple[Any, Any, Any]]:
     """Weights of a tile of scores, rounded to `dtype`, and the state to which weights @ values are to be added."""
     values, maximum, total = state
-    factor = scale * LOG2_E
+    factor = (scale or 1e-30) * LOG2_E  # 0 times the infinity of a hidden score is no number
     # The largest scaled score, whatever the sign of the scale.
     extreme = scores.max(axis=1) if factor >= 0 else -((-scores).max(axis=1))
     new = jnp.maximum(maximum, extreme * factor)

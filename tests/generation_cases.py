@@ -21,7 +21,6 @@ from flax import nnx
 
 import dspark_jax as ds
 from convert import minimax
-from dspark_jax.commands.demo import BUNDLED
 from dspark_jax.drafter import DSparkDrafter
 from dspark_jax.target import MiniMaxTarget
 
@@ -286,7 +285,7 @@ def _draft_tensor_name(path: tuple) -> str:
 
 
 def write_source(folder: Path, model: "ds.Model", *, tokenizer: bool = True) -> Path:
-    """A toy as a checkpoint in the published layout, bf16, with the tokenizer of the bundled one."""
+    """A toy as a checkpoint in the published layout, bf16, with a byte-level tokenizer of 512 tokens."""
     parts = [(model.target, folder, _tensor_name, golden.hf_config(TRACED), target_fields)]
     if model.drafter is not None:
         config = drafter_cases.hf_config(drafter_cases.MINIMAX)
@@ -302,7 +301,7 @@ def write_source(folder: Path, model: "ds.Model", *, tokenizer: bool = True) -> 
         config["text_config"] |= fields(module.config)
         (where / "config.json").write_text(json.dumps(config))
     if tokenizer:
-        shutil.copy(BUNDLED / "tokenizer.json", folder)
+        shutil.copy(golden.DATA / "tokenizer" / "tokenizer.json", folder)
     return folder
 
 

@@ -18,6 +18,7 @@ from jax import lax
 from dspark_jax import attention, formats, layers, moe, target
 from dspark_jax.formats import MXFP8Array, NVFP4Array
 from dspark_jax.target import MiniMaxTarget
+from pallas_kernels.grouped_experts import xla as xla_experts
 
 Patch = pytest.MonkeyPatch
 Mutant = Callable[[Patch, MiniMaxTarget, str], MiniMaxTarget]
@@ -27,6 +28,7 @@ MUTANTS: dict[tuple[str, str], Mutant] = {}
 _ROTATE, _NORM, _ATTEND = layers.rotate, layers.GemmaRMSNorm.__call__, attention.attend
 _SCORES, _SELECT, _INDEXER = attention.block_scores, attention.select_blocks, attention.Indexer.__call__
 _EXPERTS, _LOOKUP, _DEQUANTIZE = moe.Experts.__call__, target.Embedding.lookup, formats.dequantize
+_LINEAR = formats.linear
 
 
 def mutant(section: str, row: str, *arguments):
@@ -39,16 +41,28 @@ def mutant(section: str, row: str, *arguments):
 
 @functools.lru_cache(maxsize=8)
 def _compiled_experts(*_):
-    return jax.jit(lambda self, *inputs: _EXPERTS(self, *inputs))
+    def experts(self, *inputs):
+        if formats.dequantize is not _DEQUANTIZE:  # as in `_dequantize_by`
+            for part in (self.gate_proj, self.up_proj, self.down_proj):
+                part.weight.set_value(formats.dequantize(part.weight.get_value()))
+        return _EXPERTS(self, *inputs)
+
+    return jax.jit(experts)
 
 
 def compile_experts(patch: Patch) -> None:
     """Compile the loop over experts where all else runs op by op; again once a function that it calls is replaced."""
 
     def experts(self, *inputs):
-        return _compiled_experts(moe.swiglu_oai, formats.dequantize)(self, *inputs)
+        return _compiled_experts(xla_experts.swiglu_oai, formats.dequantize)(self, *inputs)
 
     patch.setattr(moe.Experts, "__call__", experts)
+
+
+def _dequantize_by(patch: Patch, dequantize) -> None:
+    """Replace `formats.dequantize`, also in products, which read stored formats by themselves."""
+    patch.setattr(formats, "dequantize", dequantize)
+    patch.setattr(formats, "linear", lambda x, weight, **_: _LINEAR(x, dequantize(weight, x.dtype)))
 
 
 def run_op_by_op(patch: Patch, model: MiniMaxTarget, name: str) -> dict[str, float]:
@@ -463,7 +477,7 @@ _OPEN = (None, None)
 @mutant("MLP", "alpha, limit not read from the config (1.702, 7)", _activation(alpha=1.702, limit=7.0))
 def _swiglu(wrong, patch, model, name):
     patch.setattr(layers, "swiglu_oai", wrong)
-    patch.setattr(moe, "swiglu_oai", wrong)
+    patch.setattr(xla_experts, "swiglu_oai", lambda g, u, alpha, limit: wrong(g, u, alpha=alpha, limit=limit))
     return model
 
 
@@ -649,7 +663,7 @@ def _wrong_mxfp8(options, patch, model, name):
     def dequantize(weight, dtype=jnp.float32):
         return _mxfp8(weight, **options).astype(dtype) if isinstance(weight, MXFP8Array) else _DEQUANTIZE(weight, dtype)
 
-    patch.setattr(formats, "dequantize", dequantize)
+    _dequantize_by(patch, dequantize)
     return model
 
 
@@ -690,7 +704,7 @@ def _wrong_nvfp4(options, patch, model, name):
     def dequantize(weight, dtype=jnp.float32):
         return _nvfp4(weight, **options).astype(dtype) if isinstance(weight, NVFP4Array) else _DEQUANTIZE(weight, dtype)
 
-    patch.setattr(formats, "dequantize", dequantize)
+    _dequantize_by(patch, dequantize)
     return model
 
 
@@ -732,5 +746,5 @@ def _nvfp4_in_bf16(patch, model, name):
         exact = _DEQUANTIZE(weight, jnp.float32)
         return (exact.astype(jnp.bfloat16) if isinstance(weight, NVFP4Array) else exact).astype(dtype)
 
-    patch.setattr(formats, "dequantize", dequantize)
+    _dequantize_by(patch, dequantize)
     return model

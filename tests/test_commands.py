@@ -312,7 +312,10 @@ def test_lists_of_lengths(text, lengths):
 
 def test_combinations_of_modes_and_rules():
     pairs = [("ancestral", "block"), ("ancestral", "match"), ("greedy", "block"), ("greedy", "match")]
-    assert evaluate.runs_of(["ancestral", "greedy"], ["block", "match"]) == pairs
+    assert evaluate.runs_of("ancestral,greedy", "block,match") == pairs
+    assert evaluate.runs_of(None, "block") == [("ancestral", "block"), ("greedy", "block")]
+    assert evaluate.runs_of(None, None) == [("ancestral", "block"), ("ancestral", "standard"), ("greedy", "match")]
+    assert evaluate.runs_of("greedy", None) == [("greedy", "match")]
 
 
 # demo
@@ -325,12 +328,48 @@ def test_demo_converts_and_generates(call, source, own_cache, monkeypatch):
     assert status == 0
     assert "acceptance length" in out and "tokens/s" in out and "speculative / plain" in out
     assert [p.name for p in own_cache.iterdir() if p.name.startswith("demo-")] == [f"demo-{ds.__version__}"]
-    # The second time there is nothing to convert.
-    (source / "config.json").rename(source / "moved.json")
-    try:
-        assert call("demo", "--max-new-tokens", 4)[0] == 0
-    finally:
-        (source / "moved.json").rename(source / "config.json")
+
+
+def test_demo_converts_when_it_must(source, tmp_path, monkeypatch, capsys):
+    bundled = shutil.copytree(source, tmp_path / "source")
+    monkeypatch.setattr(demo, "BUNDLED", bundled)
+    folder = tmp_path / "cache" / "demo"
+
+    def provided() -> str:
+        demo._provide(folder, replace=True)
+        assert [p.name for p in folder.parent.iterdir()] == ["demo"], "nothing is left beside it"
+        assert ds.Layout.read(folder).target is not None
+        return capsys.readouterr().out
+
+    assert "$ python -m convert.minimax" in provided()
+    assert provided() == f"found in {folder}\n"
+    # Half a checkpoint, a damaged array, another bundled checkpoint: converted again.
+    (folder / "layout.json").unlink()
+    assert "$ python -m convert.minimax" in provided()
+    victim = max((p for p in (folder / "arrays").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    data = bytearray(victim.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    victim.write_bytes(data)
+    assert "$ python -m convert.minimax" in provided()
+    assert provided() == f"found in {folder}\n"
+    config = json.loads((bundled / "config.json").read_text())
+    config["text_config"]["rope_theta"] = 7777
+    (bundled / "config.json").write_text(json.dumps(config))
+    assert "$ python -m convert.minimax" in provided()
+    assert ds.Layout.read(folder).target.rope_theta == 7777
+
+
+def test_demo_does_not_take_away_a_folder_of_others(source, tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "BUNDLED", source)
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(OSError, match="holds something else than the bundled checkpoint"):
+        demo._provide(tmp_path, replace=False)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+    demo._provide(tmp_path / "new", replace=False)
+    (tmp_path / "new" / "dspark" / "config.json").unlink()
+    with pytest.raises(OSError, match="holds something else"):
+        demo._provide(tmp_path / "new", replace=False)
+    assert (tmp_path / "new" / "arrays").is_dir()
 
 
 def test_demo_says_what_failed(call, tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ from dspark_jax import formats, moe
 from dspark_jax.config import TargetConfig
 from dspark_jax.layers import Scope
 from dspark_jax.moe import MoE
+from pallas_kernels.grouped_experts import xla
 
 # Three matrix products with sums of 64 and 32 products in float32, outputs of size one.
 FLOAT32 = 1e-4
@@ -68,9 +69,9 @@ def choices(case: str, c: TargetConfig) -> np.ndarray:
         "an expert without rows": lambda: distinct(20, every[[0, 1, 3, 4]]),
         "all rows on the same experts": lambda: np.tile([[4, 2]], (20, 1)),
         "same expert twice": lambda: np.full((9, 2), 5),
-        "exactly one tile": lambda: distinct(moe._TILE, every),
-        "more rows than a tile": lambda: distinct(moe._TILE + 37, every),
-        "a tile and one row on one expert": lambda: np.tile([[3, 0]], (moe._TILE + 1, 1)),
+        "exactly one tile": lambda: distinct(xla.TILE, every),
+        "more rows than a tile": lambda: distinct(xla.TILE + 37, every),
+        "a tile and one row on one expert": lambda: np.tile([[3, 0]], (xla.TILE + 1, 1)),
         "no expert at all": lambda: np.full((7, 2), c.num_experts),
         "some rows without": lambda: np.where(np.arange(20)[:, None] % 3 == 0, c.num_experts, distinct(20, every)),
     }[case]().astype(np.int32)
@@ -135,13 +136,15 @@ def _second_choice_lost(monkeypatch, call):
 
 
 def _gate_for_up(monkeypatch, call):
-    activation = moe.swiglu_oai
-    monkeypatch.setattr(moe, "swiglu_oai", lambda g, u, **options: activation(u, g, **options))
+    def exchanged(self, x, e, w):
+        self.gate_proj, self.up_proj = self.up_proj, self.gate_proj
+        return call(self, x, e, w)
+
+    monkeypatch.setattr(moe.Experts, "__call__", exchanged)
 
 
 def _next_expert(monkeypatch, call):
-    take = moe.ExpertWeights.take
-    monkeypatch.setattr(moe.ExpertWeights, "take", lambda self, e: take(self, jnp.maximum(e - 1, 0)))
+    monkeypatch.setattr(moe.Experts, "__call__", lambda self, x, e, w: call(self, x, jnp.maximum(e - 1, 0), w))
 
 
 @pytest.mark.parametrize("wrong", [_other_weights, _last_row_lost, _second_choice_lost, _gate_for_up, _next_expert])

@@ -311,7 +311,7 @@ def pin_choices(monkeypatch, name: str) -> None:
     experts = iter([batch([e[f"p{i}_experts"][at] for i in PROMPTS]) for at in layers_of[1]])
 
     def route(self, x):
-        chosen = next(experts).reshape(-1, self.top_k)
+        chosen = next(experts).reshape(-1, self.top_k).astype(jnp.int32)
         logits = formats.linear(x.astype(jnp.float32), self.weight.get_value())
         weights = jnp.take_along_axis(jax.nn.sigmoid(logits), chosen, axis=-1)
         return chosen, weights / weights.sum(-1, keepdims=True)

@@ -11,6 +11,9 @@ from typing import Any
 from dspark_jax.commands._common import use_compilation_cache
 from dspark_jax.generate_config import VERIFY_METHODS, GenerateConfig
 
+# The others are lossless, too, but no better: one-hot drafts have the same acceptance with every rule.
+_DEFAULT_RUNS = [("ancestral", "block"), ("ancestral", "standard"), ("greedy", "match")]
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
@@ -23,8 +26,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help='one {"prompt": text} or {"tokens": [ids]} a line',
     )
     parser.add_argument("--num-draft-tokens", default="1-7", metavar="K", help="lengths: 7, or 1,3,7, or 1-7 (default)")
-    parser.add_argument("--verify", default="standard,block,match", help="rules, comma-separated; default all")
-    parser.add_argument("--draft", default="ancestral,greedy", help="modes, comma-separated; default ancestral,greedy")
+    parser.add_argument(
+        "--verify", help="rules, comma-separated; by default those that go with the mode: block, standard | match"
+    )
+    parser.add_argument("--draft", help="modes, comma-separated; default ancestral,greedy")
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default 128")
     parser.add_argument("--temperature", type=float, default=1.0, help="default 1")
     parser.add_argument("--top-k", type=int, default=0, help="default 0: all")
@@ -58,26 +63,30 @@ def parse_lengths(text: str) -> list[int]:
     return sorted(set(lengths))
 
 
-def runs_of(drafts: list[str], rules: list[str]) -> list[tuple[str, str]]:
-    """Pairs of drafting mode and rule that make sense.
+def runs_of(drafts: str | None, rules: str | None) -> list[tuple[str, str]]:
+    """Pairs of drafting mode and rule: all of what is named, or those that make sense where rules are not named.
 
     Raises:
       ValueError: a mode or rule that does not exist.
     """
-    for name, values, known in (("--draft", drafts, ("ancestral", "greedy")), ("--verify", rules, VERIFY_METHODS)):
-        unknown = [v for v in values if v not in known]
-        if unknown or not values:
-            raise ValueError(f"{name} is {','.join(values)!r}; known: {', '.join(known)}")
-    return [(d, v) for d in drafts for v in rules]
+    modes = ("ancestral", "greedy")
+    for name, values, known in (("--draft", drafts, modes), ("--verify", rules, VERIFY_METHODS)):
+        if values is not None and any(v not in known for v in values.split(",")):
+            raise ValueError(f"{name} is {values!r}; known: {', '.join(known)}")
+    chosen = modes if drafts is None else drafts.split(",")
+    if rules is None:
+        return [run for run in _DEFAULT_RUNS if run[0] in chosen]
+    return [(d, v) for d in chosen for v in rules.split(",")]
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the command -> exit status."""
     lengths = parse_lengths(options.num_draft_tokens)
-    runs = runs_of(options.draft.split(","), options.verify.split(","))
+    runs = runs_of(options.draft, options.verify)
     if options.passes < 1 or options.batch_size < 1:
         raise ValueError("--passes and --batch-size must be at least 1")
     import dspark_jax as ds
+    from dspark_jax.measurement import continuation_entropy
 
     use_compilation_cache()
     prompts = read_prompts(options.prompts, options.checkpoint)
@@ -89,7 +98,7 @@ def run(options: argparse.Namespace) -> int:
             f"--num-draft-tokens asks for {lengths[-1]}, the drafter's block size is {model.drafter.config.block_size}"
         )
     params = ds.SamplingParams(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
-    rows = []
+    rows, entropy = [], None
     print(HEAD)
     for length, draft, verify in _progress([(k, d, v) for k in lengths for d, v in runs]):
         config = GenerateConfig(
@@ -98,13 +107,23 @@ def run(options: argparse.Namespace) -> int:
             draft=draft,
             verify=verify,
             stop_token_ids=None if options.respect_eos else (),
-            expected_acceptance=True,
         )
-        rows.append(measure(model, prompts, params, config, options))
-        print(line(rows[-1]), flush=True)
-    print("E[...]: expected length of that rule over its coins, from the same drafts")
+        row, passes = _row(model, prompts, params, config, options)
+        rows.append(row)
+        print(line(row), flush=True)
+        entropy = entropy or continuation_entropy(model, prompts, passes[0], params, batch_size=options.batch_size)
+    print("±: half of the 95 % interval over prompts. E[...]: expected length of that rule over its coins, same drafts")
+    print("Steps that the end of the budget shortens are left out.")
+    if entropy is not None:
+        sampled, unfiltered = entropy["sampled"]["mean"], entropy["unfiltered"]["mean"]
+        print(f"target entropy {sampled:.3f} nats a token as sampled, {unfiltered:.3f} unfiltered at temperature 1")
     if options.output is not None:
-        report = {"command": [str(a) for a in sys.argv[1:]], "version": ds.__version__, "rows": rows}
+        report = {
+            "command": [str(a) for a in sys.argv[1:]],
+            "version": ds.__version__,
+            "rows": rows,
+            "target_entropy": entropy,
+        }
         options.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return 0
 
@@ -145,45 +164,34 @@ def _progress(items: list):
     return tqdm(items, unit="run", disable=None)
 
 
-def measure(model, prompts, params, config: GenerateConfig, options: argparse.Namespace) -> dict[str, Any]:
-    """All prompts, `passes` times with fresh seeds -> one row of the table."""
-    import jax
+def _row(model, prompts, params, config: GenerateConfig, options: argparse.Namespace) -> tuple[dict[str, Any], list]:
+    """All prompts, `passes` times with fresh seeds -> one row of the table, and the measurement of each pass."""
+    from dspark_jax.measurement import calibration, measure
 
-    import dspark_jax as ds
-    from dspark_jax.prompts import check_vocabulary
-
-    generate = jax.jit(ds.generate, static_argnames="config")
-    passes = []
     start = time.perf_counter()
-    seed = options.seed
-    for _ in range(options.passes):
-        parts = []
-        for first in range(0, len(prompts), options.batch_size):
-            part = prompts[first : first + options.batch_size]
-            tokens, lengths = ds.pad_prompts(part, max_width=model.target.config.max_context)
-            check_vocabulary(tokens, model.target.config.vocab_size)
-            keys = ds.request_keys(range(seed, seed + len(part)))
-            parts.append(generate(model, tokens, lengths, keys, params, config=config).stats.total())
-            seed += len(part)
-        passes.append(jax.tree.map(lambda *counts: sum(counts), *parts))
-    totals = jax.tree.map(lambda *counts: sum(counts), *passes)
-    seconds = time.perf_counter() - start
-    lengths = [float(p.mean_acceptance_length) for p in passes]
-    expected = totals.expected_acceptance_length.tolist()
-    return {
+    passes = []
+    for i in range(options.passes):
+        first = options.seed + i * len(prompts)
+        seeds = range(first, first + len(prompts))
+        passes.append(measure(model, prompts, params, config=config, seeds=seeds, batch_size=options.batch_size))
+    lengths = [p.acceptance_length for p in passes]
+    everything = passes[0].joined(passes[1:])
+    row = {
         "num_draft_tokens_per_step": config.num_draft_tokens,
         "draft": config.draft,
         "verify": config.verify,
-        **totals.summary(),
+        **everything.summary(),
         "passes": lengths,
         "spread": statistics.stdev(lengths) if len(lengths) > 1 else None,
-        "expected_acceptance_length": {"standard": expected[0], "block": expected[1]},
-        "seconds": seconds,
+        "seconds": time.perf_counter() - start,
     }
+    if everything.confidence is not None:
+        row["calibration"] = calibration(everything.confidence, everything.accepted)
+    return row, passes
 
 
 HEAD = (
-    f"{'K':>2} {'draft':<10}{'verify':<10}{'length':>7} {'± pass':>7}"
+    f"{'K':>2} {'draft':<10}{'verify':<10}{'length':>7} {'±':>6}"
     f"{'E[std]':>8}{'E[block]':>9}{'steps':>7}  accepted by slot"
 )
 
@@ -192,9 +200,9 @@ def line(row: dict[str, Any]) -> str:
     """One row as text, under `HEAD`."""
     expected = row["expected_acceptance_length"]
     rates = " ".join(f"{rate:.2f}" for rate in row["acceptance_rate_per_position"])
-    spread = "-" if row["spread"] is None else f"{row['spread']:.3f}"
-    drafts = row["num_draft_tokens_per_step"]
+    low, high = row["interval"]
+    drafts, steps = row["num_draft_tokens_per_step"], row["num_spec_steps"]
     return (
         f"{drafts:>2} {row['draft']:<10}{row['verify']:<10}{row['mean_acceptance_length']:>7.3f} "
-        f"{spread:>7}{expected['standard']:>8.3f}{expected['block']:>9.3f}{row['num_spec_steps']:>7}  {rates}"
+        f"{(high - low) / 2:>6.3f}{expected['standard']:>8.3f}{expected['block']:>9.3f}{steps:>7}  {rates}"
     )

@@ -46,6 +46,7 @@ def acceptance(
     """
     rule = verification_rule(method)
     check_shapes(draft_tokens, log_q, log_p, method=method)
+    check_rows(draft_tokens, proposal_valid=proposal_valid)
     log_q, log_p = _common_dtype(log_q, log_p)
     draft_tokens = draft_tokens.astype(jnp.int32)
     lengths = verified_lengths(draft_tokens, draft_lengths)
@@ -93,6 +94,7 @@ def residual_log_probs(
     """
     rule = verification_rule(method)
     check_shapes(log_rho, log_q, log_p, method=method)
+    check_rows(log_rho, num_accepted=num_accepted, proposal_valid=proposal_valid)
     if draft_tokens is None and (log_q is None or proposal_valid is not None):
         raise ValueError(
             "residual_log_probs needs draft_tokens for the one-hot rule (log_q=None or proposal_valid given)."
@@ -140,9 +142,15 @@ def verified_lengths(slots: Array, draft_lengths: Int[Array, " B"] | None) -> In
     """The draft lengths as int32 [B], inside 0..K, all slots [B,K] where none are given."""
     if draft_lengths is None:
         return jnp.full((slots.shape[0],), slots.shape[1], jnp.int32)
-    if draft_lengths.shape != slots.shape[:1]:
-        raise ValueError(f"draft_lengths has shape {draft_lengths.shape} for drafts {slots.shape}: it has to be [B].")
+    check_rows(slots, draft_lengths=draft_lengths)
     return jnp.clip(draft_lengths.astype(jnp.int32), 0, slots.shape[1])
+
+
+def check_rows(slots: Array, **rows: Array | None) -> None:
+    """Raises ValueError unless every named array that is given has one entry a request, [B] for slots [B,K]."""
+    for name, row in rows.items():
+        if row is not None and row.shape != slots.shape[:1]:
+            raise ValueError(f"{name} has shape {row.shape} for drafts {slots.shape}: it has to be [B].")
 
 
 def check_shapes(slots: Array, log_q: Array | None, log_p: Array, *, method: str) -> None:

@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from dspark_jax.sampling.drafting import draw, draw_greedy
 from dspark_jax.sampling.keys import Purpose, coins, purpose_keys, row_keys
-from dspark_jax.sampling.laws import acceptance, check_shapes, residual_log_probs, verified_lengths
+from dspark_jax.sampling.laws import acceptance, check_rows, check_shapes, residual_log_probs, verified_lengths
 from dspark_jax.sampling.methods import verification_rule
 
 
@@ -66,6 +66,7 @@ def verify(
     """
     rule = verification_rule(method)
     check_shapes(draft_tokens, log_q, log_p, method=method)
+    check_rows(draft_tokens, keys=keys, proposal_valid=proposal_valid, greedy=greedy)
     draft_tokens = draft_tokens.astype(jnp.int32)
     lengths = verified_lengths(draft_tokens, draft_lengths)
     if rule.uses_proposal:

@@ -85,7 +85,7 @@ def merge_future_block_mosaic(
         if window is not None and window < k:
             visible &= key < query + window
         state = softmax.resume(gpu.load_shared(s["out"], 2).astype(jnp.float32), gpu.load_shared(s["lse"], 1))
-        weights, (values, maximum, total) = softmax.weigh(jnp.where(visible, scores, -jnp.inf), state, scale, dtype)
+        weights, (values, maximum, total) = softmax.weigh(softmax.hide(visible, scores, scale), state, scale, dtype)
         values = gpu.add_dot(values, weights, s["v"], interpret)
         values, merged_lse = softmax.finish((values, maximum, total))
         s["out"][...] = values.astype(dtype)
@@ -97,7 +97,7 @@ def merge_future_block_mosaic(
             gpu.copy_to_global(s["lse"].at[at], g["new_lse"].at[row, query, heads])
 
         each_query(store)
-        gpu.wait_stores()
+        gpu.wait_until_read()
 
     tile = gpu.tiled((gpu.ROWS, d), dtype)
     new_out, new_lse = gpu.kernel(

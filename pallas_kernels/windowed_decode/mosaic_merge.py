@@ -40,7 +40,7 @@ def merge_splits(
                 def _() -> None:
                     gpu.copy_to_global(lse_rows.at[source], lse.at[row, query, heads])
 
-        gpu.wait_stores()
+        gpu.wait_until_read()
 
     hq = kv_heads * group
     out, lse = gpu.kernel(

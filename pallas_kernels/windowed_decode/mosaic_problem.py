@@ -44,6 +44,10 @@ class Problem:
     def heads(self) -> int:
         return self.batch * self.kv_heads * self.chunks
 
+    def pages_of(self, tile: int) -> int:
+        """Pages that a tile is copied from."""
+        return max(tile // self.page, 1)
+
     @property
     def table_entries(self) -> int:
         """Entries of the page table that are copied to shared memory; 0: they are read where they are.
@@ -82,6 +86,6 @@ def plan(problem: Problem, multiprocessors: int = 132, tuning: Tuning | None = N
     needed = shared_memory_bytes(
         tuning, head_dim=p.head_dim, warpgroups=p.warpgroups, block=p.block, table=p.table_entries
     )
-    if needed + 1024 > gpu.SHARED_MEMORY:
+    if needed + 1024 > gpu.SHARED_MEMORY:  # the barriers
         raise NotImplementedError(f"the Mosaic kernel would need {needed} bytes of shared memory with {tuning}.")
     return tuning

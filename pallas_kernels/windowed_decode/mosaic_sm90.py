@@ -15,11 +15,10 @@ from jax import lax
 from pallas_kernels import _dispatch
 from pallas_kernels import _mosaic as gpu
 from pallas_kernels import _mosaic_softmax as softmax
+from pallas_kernels.windowed_decode.mosaic_memory import TABLE_PIECE, Memory, Share
 from pallas_kernels.windowed_decode.mosaic_merge import merge_splits
 from pallas_kernels.windowed_decode.mosaic_problem import Problem, describe, plan
 from pallas_kernels.windowed_decode.tuning import Tuning
-
-TABLE_PIECE = 256  # entries of a page table that the copy engine takes at once
 
 
 def tune(*arrays: Any, **static: Any) -> Tuning:
@@ -63,7 +62,6 @@ def _launch(problem: Problem, tuning: Tuning, interpret: Any, *args: Any) -> tup
     q, k_pages, v_pages, page_table, q_start, kv_length, block = args
     p, warpgroups, splits = problem, problem.warpgroups, tuning.splits
     fused = splits > 1 and tuning.merge == "fused"
-    pages_a_tile = max(tuning.tile // p.page, 1)
     table = page_table.reshape(-1)
     operands = [q, k_pages, v_pages, table, q_start, kv_length]
     operands += block
@@ -78,8 +76,8 @@ def _launch(problem: Problem, tuning: Tuning, interpret: Any, *args: Any) -> tup
         v=tiles((tuning.stages, tuning.tile, p.head_dim)),
         lse=gpu.SMEM((warpgroups, gpu.ROWS), jnp.float32),
         q_ready=gpu.Barrier(num_barriers=warpgroups, num_arrivals=p.queries_per_warpgroup),
-        k_ready=gpu.Barrier(num_barriers=tuning.stages, num_arrivals=pages_a_tile),
-        v_ready=gpu.Barrier(num_barriers=tuning.stages, num_arrivals=pages_a_tile),
+        k_ready=gpu.Barrier(num_barriers=tuning.stages, num_arrivals=p.pages_of(tuning.tile)),
+        v_ready=gpu.Barrier(num_barriers=tuning.stages, num_arrivals=p.pages_of(tuning.tile)),
         k_free=gpu.Barrier(num_barriers=tuning.stages, num_arrivals=warpgroups),
         v_free=gpu.Barrier(num_barriers=tuning.stages, num_arrivals=warpgroups),
         turn=gpu.Barrier(num_arrivals=warpgroups),
@@ -104,7 +102,20 @@ def _launch(problem: Problem, tuning: Tuning, interpret: Any, *args: Any) -> tup
     names += ["out", "lse"] * (splits == 1 or fused) + ["part", "part_lse"] * (splits > 1)
 
     def body(*refs: Any, **shared: Any) -> None:
-        Block(problem, tuning, interpret, dict(zip(names, refs, strict=True)), shared).run()
+        share = problem, tuning, dict(zip(names, refs, strict=True)), shared
+        compute, memory = Compute(*share, interpret=interpret), Memory(*share)
+
+        @gpu.when(compute.warpgroup < warpgroups)
+        def _compute() -> None:
+            if compute.turns:  # 2 * 128 * 232 + 128 * 40 registers: any more and this waits for ever
+                gpu.set_max_registers(232, action="increase")
+            compute.run()
+
+        @gpu.when(compute.warpgroup == warpgroups)
+        def _memory() -> None:
+            if compute.turns:
+                gpu.set_max_registers(40, action="decrease")
+            memory.run()
 
     results = gpu.kernel(
         body,
@@ -122,119 +133,34 @@ def _launch(problem: Problem, tuning: Tuning, interpret: Any, *args: Any) -> tup
     return merge_splits(*results, **rest)
 
 
-class Block:
-    """One thread block, while it is traced. Names of refs: `self.g` global, `self.s` shared memory and barriers."""
+class Compute(Share):
+    """A compute warpgroup."""
 
-    def __init__(self, problem: Problem, tuning: Tuning, interpret: Any, refs: dict[str, Any], shared: dict[str, Any]):
-        self.p, self.t, self.interpret = problem, tuning, interpret
-        self.g, self.s = refs, shared
-        self.row, self.split, self.head, self.chunk = (lax.axis_index(x) for x in ("row", "split", "head", "chunk"))
+    def __init__(self, *share: Any, interpret: Any) -> None:
+        super().__init__(*share)
+        self.interpret = interpret
         self.warpgroup = lax.axis_index("warpgroup")
-        self.heads = gpu.ds(self.head * problem.group, problem.group)
-        self.block_keys_here = self.split == tuning.splits - 1
-        self.turns = problem.warpgroups == 2
+        self.heads = gpu.ds(self.head * self.p.group, self.p.group)
+        self.turns = self.p.warpgroups == 2
 
     def run(self) -> None:
-        p = self.p
-
-        @gpu.when(self.warpgroup < p.warpgroups)
-        def _compute() -> None:
-            if self.turns:  # 2 * 128 * 232 + 128 * 40 registers: any more and this waits for ever
-                gpu.set_max_registers(232, action="increase")
-            self.compute()
-
-        @gpu.when(self.warpgroup == p.warpgroups)
-        def _memory() -> None:
-            if self.turns:
-                gpu.set_max_registers(40, action="decrease")
-            self.memory()
-
-    def locate(self) -> None:
-        """The tiles [first, first + count) of this split, and what the queries of this chunk can see."""
-        p, tile, splits = self.p, self.t.tile, jnp.int32(self.t.splits)
-        per_chunk = p.queries_per_warpgroup * p.warpgroups
-        self.q_first = self.g["q_start"][self.row] + self.chunk * per_chunk
-        self.length = self.g["kv_length"][self.row]
-        self.q_end = self.q_first + jnp.minimum(p.queries - self.chunk * per_chunk, per_chunk)
-        self.begin = jnp.maximum(self.q_first - (p.reach - 1), 0)
-        self.end = jnp.minimum(self.length, self.q_end)
-        first = lax.div(self.begin, jnp.int32(tile))
-        count = jnp.maximum(lax.div(self.end + (tile - 1), jnp.int32(tile)) - first, 0)
-        self.first = first + lax.div(count * self.split, splits)
-        self.count = first + lax.div(count * (self.split + 1), splits) - self.first
-
-    def slot(self, step: Any) -> Any:
-        return lax.rem(step, jnp.int32(self.t.stages))
-
-    # The memory warpgroup.
-
-    def memory(self) -> None:
-        p, g, s, stages = self.p, self.g, self.s, self.t.stages
-        zero = self.row * 0  # a start that is not static: rows past the array are filled with zeros
-        if "table" in s:
-            for start in range(0, p.table_entries, TABLE_PIECE):
-                piece = min(TABLE_PIECE, p.table_entries - start)
-                source = g["table"].at[gpu.ds(self.row * p.entries + start, piece)]
-                gpu.copy_to_shared(source, s["table"].at[gpu.ds(start, piece)], s["table_ready"])
-        if p.block:
-
-            @gpu.when(self.block_keys_here)
-            def _block_keys() -> None:
-                for i, name in enumerate(("k_block", "v_block")):
-                    source = g[name].at[self.row, gpu.ds(zero, gpu.ROWS), self.head]
-                    gpu.copy_to_shared(source, s[name], s["block_ready"].at[i])
-
+        p, s = self.p, self.s
+        self.q = s["q"].at[self.warpgroup]
+        self.load_queries()
         self.locate()
-        if "table" in s:
-            gpu.barrier_wait(s["table_ready"])
-
-        @gpu.when(self.count > 0)
-        def _pages() -> None:
-            @gpu.loop(0, self.count)
-            def _step(step: Any) -> None:
-                slot = self.slot(step)
-                for kind in ("k", "v"):
-
-                    def copy(source: Any, rows: Any, kind: str = kind) -> None:
-                        gpu.copy_to_shared(source, s[kind].at[slot, rows], s[f"{kind}_ready"].at[slot])
-
-                    gpu.when(step >= stages)(lambda kind=kind: gpu.barrier_wait(s[f"{kind}_free"].at[slot]))
-                    self.each_page(step, copy, (kind,))
-
-            @gpu.loop(jnp.maximum(self.count - stages, 0), self.count)
-            def _drain(step: Any) -> None:  # every phase of a barrier is waited for, as the interpreter demands
-                gpu.barrier_wait(s["k_free"].at[self.slot(step)])
-                gpu.barrier_wait(s["v_free"].at[self.slot(step)])
-
-    def each_page(self, step: Any, action: Any, kinds: tuple[str, ...] = ("k", "v")) -> None:
-        """action(source, rows of the tile) for each page of a tile. A page without a visible key is not read: the
-        nearest one that has some takes its place, and the mask hides it."""
-        p, tile = self.p, self.t.tile
-        oldest = lax.div(self.begin, jnp.int32(p.page))
-        newest = lax.div(self.end - 1, jnp.int32(p.page))
-        rows = min(tile, p.page)
-        for j in range(max(tile // p.page, 1)):
-            position = (self.first + step) * tile + j * p.page
-            page = jnp.clip(lax.div(position, jnp.int32(p.page)), oldest, newest)
-            entry = lax.rem(page, jnp.int32(p.entries))
-            if "table" in self.s:
-                page_id = self.s["table"][entry]
-            else:
-                page_id = self.g["table"][self.row * p.entries + entry]
-            offset = lax.rem(position, jnp.int32(p.page)) if p.page > tile else 0
-            for kind in kinds:
-                action(self.g[f"{kind}_pages"].at[page_id, gpu.ds(offset, rows), self.head], gpu.ds(j * rows, rows))
-
-    # The compute warpgroups.
+        state = softmax.start(p.head_dim)
+        gpu.barrier_wait(s["q_ready"].at[self.warpgroup])
+        if p.block:
+            state = lax.fori_loop(0, jnp.where(self.block_keys_here, 1, 0), lambda _, x: self.block_tile(x), state)
+        self.store(*softmax.finish(self.page_tiles(state)))
+        gpu.wait_until_read()
 
     def query(self, i: int) -> Any:
         """Number, within the block of K, of this warpgroup's query i."""
         return (self.chunk * self.p.warpgroups + self.warpgroup) * self.p.queries_per_warpgroup + i
 
-    def compute(self) -> None:
-        p, s = self.p, self.s
-        self.q = s["q"].at[self.warpgroup]
-        ready = s["q_ready"].at[self.warpgroup]
+    def load_queries(self) -> None:
+        p, ready = self.p, self.s["q_ready"].at[self.warpgroup]
         for i in range(p.queries_per_warpgroup):
             rows = self.q.at[gpu.ds(i * p.group, p.group)]
 
@@ -242,16 +168,7 @@ class Block:
             def _copy(i: int = i, rows: Any = rows) -> None:
                 gpu.copy_to_shared(self.g["q"].at[self.row, self.query(i), self.heads], rows, ready)
 
-            @gpu.when(self.query(i) >= p.queries)
-            def _skip() -> None:
-                gpu.barrier_arrive(ready)
-
-        self.locate()
-        state = softmax.start(p.head_dim)
-        gpu.barrier_wait(ready)
-        if p.block:
-            state = lax.fori_loop(0, jnp.where(self.block_keys_here, 1, 0), lambda _, x: self.block_tile(x), state)
-        self.store(*softmax.finish(self.page_tiles(state)))
+            gpu.when(self.query(i) >= p.queries)(lambda: gpu.barrier_arrive(ready))
 
     def block_tile(self, state: Any) -> Any:
         """The block's own keys: one tile, masked to the K that exist."""
@@ -266,16 +183,18 @@ class Block:
             visible &= key > query - p.reach
             if p.causal:
                 visible &= key <= query
-        weights, (values, maximum, total) = softmax.weigh(jnp.where(visible, scores, -jnp.inf), state, p.scale, p.dtype)
+        scores = softmax.hide(visible, scores, p.scale)
+        weights, (values, maximum, total) = softmax.weigh(scores, state, p.scale, p.dtype)
         gpu.barrier_wait(s["block_ready"].at[1])
-        return gpu.add_dot(values, weights, s["v_block"], self.interpret), maximum, total
+        values = gpu.add_dot(values, weights, s["v_block"], self.interpret)
+        return values, maximum, total
 
     def mask(self, scores: Any, step: Any) -> Any:
         p, shape = self.p, (gpu.ROWS, self.t.tile)
         query = lax.div(gpu.iota(shape, 0), jnp.int32(p.group))
         query += self.q_first + self.warpgroup * p.queries_per_warpgroup
         key = gpu.iota(shape, 1) + (self.first + step) * self.t.tile
-        return jnp.where((key <= query) & (key < self.length) & (key > query - p.reach), scores, -jnp.inf)
+        return softmax.hide((key <= query) & (key < self.length) & (key > query - p.reach), scores, p.scale)
 
     def take_turn(self) -> None:
         """The two compute warpgroups alternate between tensor cores and softmax."""
@@ -336,11 +255,8 @@ class Block:
             return
         rows = gpu.ds((self.chunk * p.warpgroups + self.warpgroup) * gpu.ROWS, gpu.ROWS)
         part, part_lse = (g[name].at[self.row, self.head] for name in ("part", "part_lse"))
+        part_lse[self.split, rows] = lse
         part[self.split, rows, :] = values
-        s["lse"].at[self.warpgroup][...] = lse
-        gpu.commit_shared()
-        gpu.copy_to_global(s["lse"].at[self.warpgroup], part_lse.at[self.split, rows])
-        gpu.wait_stores()
         if "out" not in g:
             return
         head = (self.row * p.kv_heads + self.head) * p.chunks + self.chunk
@@ -376,5 +292,3 @@ class Block:
                 @gpu.when(with_lse)
                 def _() -> None:
                     gpu.copy_to_global(lse_rows.at[rows], g["lse"].at[self.row, self.query(i), self.heads])
-
-        gpu.wait_stores()

@@ -3,6 +3,7 @@
 Any head size up to 256 (padded to a power of two inside), any group, any page size.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -14,6 +15,25 @@ from pallas_kernels._triton import LOG2_E, power_of_two, require_triton
 
 LARGEST_HEAD = 256
 NO_WINDOW = 2**30
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """`rows` (queries x heads) and `warps` of a program, `tile` keys of one of its `stages` steps, and how many
+    `residents` a multiprocessor is to have of them. Of the stages, one looks up page ids and one computes."""
+
+    rows: int = 128
+    tile: int = 64
+    stages: int = 3
+    warps: int = 8
+    residents: int = 2
+
+
+def choose_tuning(rows: int, head_dim: int) -> Tuning:
+    """For `rows` queries x heads of a KV head, and a padded head size."""
+    if head_dim > 128:
+        return Tuning(rows=min(rows, 64), tile=32, stages=2, warps=4)
+    return Tuning(rows=min(rows, 128), warps=4 if rows <= 64 else 8)
 
 
 def build(q: Any, k_pages: Any, page_table: Any, *, window: int | None, scale: float) -> _dispatch.Kernel:
@@ -43,6 +63,7 @@ def attend(
     scale: float,
     causal: bool = False,
     multiprocessors: int,
+    tuning: Tuning | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention over the pages (keys below `kv_length`) and, if given, over the block's own keys and values."""
     import jax_triton  # pyright: ignore[reportMissingImports]
@@ -53,24 +74,24 @@ def attend(
     _, page, hkv, _ = k_pages.shape
     entries, group = page_table.shape[1], hq // hkv
     padded = power_of_two(d)
-    rows = min(power_of_two(k * group), 128 if padded <= 128 else 64)
-    tile = 64 if padded <= 128 else 32
+    tuning = tuning or choose_tuning(power_of_two(k * group), padded)
+    rows = tuning.rows
     chunks = -(-k * group // rows)
     keys = page * entries if window is None else min(window - 1 + k, page * entries)
-    # Two blocks fit on a multiprocessor; a split that reads less than two tiles is not worth its merge.
-    splits = max(1, min(2 * multiprocessors // (b * hkv * chunks), -(-keys // (2 * tile)), 64))
+    # A split that reads less than two tiles is not worth its merge.
+    programs = tuning.residents * multiprocessors
+    splits = max(1, min(programs // (b * hkv * chunks), -(-keys // (2 * tuning.tile)), 64))
     shape = dict(QUERIES=k, HEADS=hq, KV_HEADS=hkv, DIM=d, SPLITS=splits, DIM_PADDED=padded)
     out_shape = (jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(q.shape[:3], jnp.float32))
     part = (b, hkv, splits, k * group)
     part_shape = (jax.ShapeDtypeStruct((*part, d), jnp.float32), jax.ShapeDtypeStruct(part, jnp.float32))
-    stages = 3 if padded <= 128 else 2
     results = jax_triton.triton_call(
         q, k_pages, v_pages, page_table, q_start, kv_length, *(block or (q, q)),
-        kernel=triton_kernel.attend, out_shape=out_shape if splits == 1 else part_shape, grid=(splits, b * hkv, chunks),
-        name="block_attention_triton" if block else "windowed_decode_triton", num_warps=4 if rows <= 64 else 8,
-        num_stages=stages, PAGE=page, ENTRIES=entries, REACH=NO_WINDOW if window is None else window,
-        SCALE_LOG2=scale * LOG2_E, HAS_BLOCK=bool(block), CAUSAL=causal, ROWS=rows, TILE=tile,
-        BLOCK_TILE=power_of_two(k), STAGES=stages, **shape,
+        kernel=triton_kernel.attend, out_shape=out_shape if splits == 1 else part_shape,
+        grid=(chunks * splits * b * hkv,), name="block_attention_triton" if block else "windowed_decode_triton",
+        num_warps=tuning.warps, num_stages=tuning.stages, PAGE=page, ENTRIES=entries,
+        REACH=NO_WINDOW if window is None else window, SCALE_LOG2=scale * LOG2_E, HAS_BLOCK=bool(block), CAUSAL=causal,
+        CHUNKS=chunks, ROWS=rows, TILE=tuning.tile, BLOCK_TILE=power_of_two(k), STAGES=tuning.stages, **shape,
     )  # fmt: skip
     if splits == 1:
         return results[0], results[1]

@@ -6,14 +6,52 @@ import triton.language as tl
 
 
 @triton.jit
-def add_tile(q, k, v, visible, values, maximum, total, scale_log2):
+def add_tile(q, k, v, visible, values, maximum, total, SCALE_LOG2: tl.constexpr, MASKED: tl.constexpr = True):
     """One step of the online softmax: keys [D, S], values [S, D]."""
-    scores = tl.where(visible, tl.dot(q, k) * scale_log2, float("-inf"))
-    new = tl.maximum(maximum, tl.max(scores, 1))
+    scores = tl.dot(q, k)
+    if MASKED:
+        scores = tl.where(visible, scores * SCALE_LOG2, float("-inf"))
+        new = tl.maximum(maximum, tl.max(scores, 1))
+        weights = tl.exp2(scores - new[:, None])
+    else:  # one multiplication with addition a score
+        if SCALE_LOG2 >= 0:
+            new = tl.maximum(maximum, tl.max(scores, 1) * SCALE_LOG2)
+        else:
+            new = tl.maximum(maximum, tl.min(scores, 1) * SCALE_LOG2)
+        weights = tl.exp2(scores * SCALE_LOG2 - new[:, None])
     decay = tl.exp2(maximum - new)
-    weights = tl.exp2(scores - new[:, None])
     values = tl.dot(weights.to(v.dtype), v, values * decay[:, None])
     return values, new, total * decay + tl.sum(weights, 1)
+
+
+@triton.jit
+def add_pages(
+    tile, q, values, maximum, total, k_ptr, v_ptr, table_ptr, q_position, length, begin, end,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, ENTRIES: tl.constexpr, REACH: tl.constexpr,
+    SCALE_LOG2: tl.constexpr, TILE: tl.constexpr, DIM_PADDED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Adds a tile of the cache; pointers are those of the row and the KV head."""
+    position = tile * TILE + tl.arange(0, TILE)
+    if PAGE % TILE == 0:
+        page_id = tl.load(table_ptr + tile * TILE // PAGE % ENTRIES).to(tl.int64)
+        slot = page_id * PAGE + position % PAGE
+    else:
+        existing = position
+        if MASKED:  # pages without a visible key are not read: the nearest key that is visible stands in for others
+            existing = tl.minimum(tl.maximum(position, begin), end - 1)
+        page_id = tl.load(table_ptr + existing // PAGE % ENTRIES).to(tl.int64)
+        slot = page_id * PAGE + existing % PAGE
+    key_at = slot * KV_HEADS * DIM
+    dim = tl.arange(0, DIM_PADDED)
+    if DIM == DIM_PADDED:
+        k = tl.load(k_ptr + key_at[None, :] + dim[:, None])
+        v = tl.load(v_ptr + key_at[:, None] + dim[None, :])
+    else:
+        k = tl.load(k_ptr + key_at[None, :] + dim[:, None], mask=(dim < DIM)[:, None], other=0.0)
+        v = tl.load(v_ptr + key_at[:, None] + dim[None, :], mask=(dim < DIM)[None, :], other=0.0)
+    visible = (position[None, :] <= q_position[:, None]) & (position[None, :] < length)
+    visible = visible & (position[None, :] > q_position[:, None] - REACH)
+    return add_tile(q, k, v, visible, values, maximum, total, SCALE_LOG2, MASKED)
 
 
 @triton.jit
@@ -22,10 +60,11 @@ def attend(
     out_ptr, lse_ptr,  # outputs: the result, or with SPLITS > 1 the parts [B, Hkv, SPLITS, rows, D]
     QUERIES: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     ENTRIES: tl.constexpr, REACH: tl.constexpr, SCALE_LOG2: tl.constexpr, HAS_BLOCK: tl.constexpr,
-    CAUSAL: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK_TILE: tl.constexpr,
-    DIM_PADDED: tl.constexpr, STAGES: tl.constexpr,
+    CAUSAL: tl.constexpr, SPLITS: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    BLOCK_TILE: tl.constexpr, DIM_PADDED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    split, head_of_row, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    at = tl.program_id(0)  # programs that read the same keys start together
+    chunk, split, head_of_row = at % CHUNKS, at // CHUNKS % SPLITS, at // (CHUNKS * SPLITS)
     row, kv_head = head_of_row // KV_HEADS, head_of_row % KV_HEADS
     group: tl.constexpr = HEADS // KV_HEADS
     packed = chunk * ROWS + tl.arange(0, ROWS)  # query and head of the group
@@ -50,23 +89,24 @@ def attend(
     values = tl.zeros([ROWS, DIM_PADDED], tl.float32)
     maximum = tl.full([ROWS], -1e30, tl.float32)  # finite: exp2(old - new) stays defined for rows without keys
     total = tl.zeros([ROWS], tl.float32)
-    for tile in tl.range(from_tile, to_tile, num_stages=STAGES):
-        position = tile * TILE + tl.arange(0, TILE)
-        # Pages without a visible key are not read: the nearest key that is visible takes the place of others.
-        if PAGE % TILE == 0:
-            page = tile * TILE // PAGE
-            page_id = tl.load(table_ptr + row * ENTRIES + page % ENTRIES).to(tl.int64)
-            slot = page_id * PAGE + position % PAGE
-        else:
-            existing = tl.minimum(tl.maximum(position, begin), end - 1)
-            page_id = tl.load(table_ptr + row * ENTRIES + existing // PAGE % ENTRIES).to(tl.int64)
-            slot = page_id * PAGE + existing % PAGE
-        key_at = (slot * KV_HEADS + kv_head) * DIM
-        k = tl.load(k_pages_ptr + key_at[None, :] + dim[:, None], mask=real[:, None], other=0.0)
-        v = tl.load(v_pages_ptr + key_at[:, None] + dim[None, :], mask=real[None, :], other=0.0)
-        visible = (position[None, :] <= q_position[:, None]) & (position[None, :] < length)
-        visible = visible & (position[None, :] > q_position[:, None] - REACH)
-        values, maximum, total = add_tile(q, k, v, visible, values, maximum, total, SCALE_LOG2)
+    # Tiles [inner, outer) are seen by every query in full; those around them are masked.
+    inner = (tl.maximum(start + last_query + 1 - REACH, 0) + TILE - 1) // TILE
+    outer = tl.minimum(length, start + first_query + 1) // TILE
+    inner = tl.minimum(tl.maximum(inner, from_tile), to_tile)
+    outer = tl.minimum(tl.maximum(outer, inner), to_tile)
+    k_ptr, v_ptr, row_ptr = k_pages_ptr + kv_head * DIM, v_pages_ptr + kv_head * DIM, table_ptr + row * ENTRIES
+    for border in tl.range(0, to_tile - outer + inner - from_tile, num_stages=STAGES):
+        tile = from_tile + border
+        tile = tl.where(tile < inner, tile, tile - inner + outer)
+        values, maximum, total = add_pages(
+            tile, q, values, maximum, total, k_ptr, v_ptr, row_ptr, q_position, length, begin, end,
+            KV_HEADS, DIM, PAGE, ENTRIES, REACH, SCALE_LOG2, TILE, DIM_PADDED, True,
+        )  # fmt: skip
+    for tile in tl.range(inner, outer, num_stages=STAGES):
+        values, maximum, total = add_pages(
+            tile, q, values, maximum, total, k_ptr, v_ptr, row_ptr, q_position, length, begin, end,
+            KV_HEADS, DIM, PAGE, ENTRIES, REACH, SCALE_LOG2, TILE, DIM_PADDED, False,
+        )  # fmt: skip
 
     if HAS_BLOCK:
         if split == SPLITS - 1:

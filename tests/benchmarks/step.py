@@ -6,7 +6,7 @@
 The target is a slice of the released geometry (one dense layer, the rest MoE), the drafter is the whole released one;
 random weights are made on the device in their storage formats. Acceptance is forced to 2.6 of 7 drafts. Caches are
 filled with random keys instead of a prefill. Times are sums of the CUPTI kernel durations of one call, median of many;
-"wall" is the time from call to call of the whole step. A floor is bytes over the copy bandwidth that this process
+"wall" is the time from call to call of the whole step. A floor is bytes over the fastest stream that this process
 measured: weights (of the experts that were chosen), the keys and values that the selection or the window names, index
 keys, and logits.
 """
@@ -51,14 +51,14 @@ class Part:
 class WallClock:
     """Stands in for the profiler where there is no GPU."""
 
-    def microseconds(self, launch: Callable[[], Any], *, cold: bool) -> float:
+    def microseconds(self, launch: Callable[[], Any]) -> tuple[float, float]:
         launch()
         times = []
         for _ in range(3):
             start = time.perf_counter()
             launch()
             times.append(time.perf_counter() - start)
-        return 1e6 * float(np.median(times))
+        return (1e6 * float(np.median(times)),) * 2
 
 
 def nbytes(*trees: Any) -> int:
@@ -247,7 +247,7 @@ def time_part(part: Part, clock: Any) -> float:
         carry[0], out = run(carry[0], *part.args)
         jax.block_until_ready(out)
 
-    return clock.microseconds(launch, cold=False)
+    return clock.microseconds(launch)[1]
 
 
 def time_step(model: ds.Model, state: Any, config: ds.GenerateConfig, clock: Any, steps: int) -> tuple[float, float]:
@@ -258,7 +258,7 @@ def time_step(model: ds.Model, state: Any, config: ds.GenerateConfig, clock: Any
         held[0], committed = ds.step(model, held[0], config=config)
         jax.block_until_ready(committed)
 
-    kernels = clock.microseconds(launch, cold=False)
+    kernels = clock.microseconds(launch)[1]
     times = []
     for _ in range(steps):
         start = time.perf_counter()
@@ -283,9 +283,9 @@ def main() -> None:
     kinds = formats(target_config, drafter_config, options.experts) if options.weights == "native" else {}
     gpu = jax.default_backend() == "gpu"
     clock = timing.Clock() if gpu else WallClock()
-    bandwidth = timing.copy_bandwidth() if gpu else math.nan
+    bandwidth = clock.copy_bandwidth() if gpu else math.nan
     kind = jax.devices()[0].device_kind
-    print(f"{kind}, jax {jax.__version__}, copy {bandwidth:.2f} TB/s, {options.layers} layers, {options.weights}")
+    print(f"{kind}, jax {jax.__version__}, stream {bandwidth:.2f} TB/s, {options.layers} layers, {options.weights}")
     model = ds.Model(
         target=fill(nnx.eval_shape(lambda: ds.MiniMaxTarget(target_config, formats=kinds)), jax.random.key(0)),
         drafter=fill(nnx.eval_shape(lambda: ds.DSparkDrafter(drafter_config, formats=kinds)), jax.random.key(1)),

@@ -53,11 +53,11 @@ def time_step(
     cache = DynamicCache(config=model.config)
     for start in range(0, context, 1024):
         part = torch.randint(vocab, (batch, min(1024, context - start)), device=device)
-        model(input_ids=part, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        model(input_ids=part, cache=cache, use_cache=True, logits_to_keep=1)
     block = torch.randint(vocab, (batch, tokens), device=device)
 
     def forward() -> None:  # the cache grows by a block a call, by a few hundred tokens in all
-        model(input_ids=block, past_key_values=cache, use_cache=True)
+        model(input_ids=block, cache=cache, use_cache=True)
         if device.type == "cuda":
             torch.cuda.synchronize()
 

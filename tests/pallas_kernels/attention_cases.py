@@ -17,6 +17,7 @@ from pallas_kernels.windowed_decode.reference import windowed_decode_reference
 
 GOLDEN = Path(__file__).parent.parent / "data" / "attention"
 GOLDEN_NAMES = sorted(path.stem for path in GOLDEN.glob("*.npz"))
+RESULTS = ("decode", "merged", "block", "block_causal")  # what the golden data have
 
 # Absolute (out, lse). float32: a numpy evaluation is off by 2e-6 and 1e-6, ten times that is allowed. bfloat16 and
 # float16: weights and output are rounded to 8 (11) bits, 8e-3 on these data; the log-sum-exp stays float32, but adds up
@@ -65,27 +66,28 @@ class Functions:
     merge: Callable[..., Pair]
     block: Callable[..., Pair]
 
-    def program(self, case: Case) -> Callable[[Case], dict[str, Pair]]:
-        """One jitted program, for cases of this shape, of everything the golden data has: decode, merged, block,
-        block_causal."""
+    def program(self, case: Case, results: tuple[str, ...] = RESULTS) -> Callable[[Case], dict[str, Pair]]:
+        """One jitted program of these results for cases of this shape."""
         static = dict(window=case.window, scale=case.scale)
 
         def everything(q, k_pages, v_pages, page_table, q_start, kv_length, k_block, v_block):
             pages = (k_pages, v_pages, page_table)
             decoded = self.decode(q, *pages, q_start, kv_length, **static)
-            return dict(
-                decode=decoded,
-                merged=self.merge(*decoded, q, k_block, v_block, **static),
-                block=self.block(q, k_block, v_block, *pages, q_start, causal=False, **static),
-                block_causal=self.block(q, k_block, v_block, *pages, q_start, causal=True, **static),
+            block = functools.partial(self.block, q, k_block, v_block, *pages, q_start, **static)
+            ways = dict(
+                decode=lambda: decoded,
+                merged=lambda: self.merge(*decoded, q, k_block, v_block, **static),
+                block=lambda: block(causal=False),
+                block_causal=lambda: block(causal=True),
             )
+            return {result: ways[result]() for result in results}
 
         jitted = jax.jit(everything)
         names = [field.name for field in dataclasses.fields(case) if field.name not in static]
         return lambda case: jitted(**{name: jnp.asarray(getattr(case, name)) for name in names})
 
-    def run(self, case: Case) -> dict[str, Pair]:
-        return self.program(case)(case)
+    def run(self, case: Case, results: tuple[str, ...] = RESULTS) -> dict[str, Pair]:
+        return self.program(case, results)(case)
 
 
 REFERENCE = Functions(windowed_decode_reference, merge_future_block_reference, block_attention_reference)
@@ -110,9 +112,8 @@ def load_golden(name: str) -> tuple[Case, dict[str, tuple[np.ndarray, np.ndarray
     unknown = np.where(appended[:, None, None, None], np.float32(0), np.float32(np.nan))
     expected.setdefault("merged_out", expected["block_out"] + unknown)
     expected.setdefault("block_causal_out", expected["decode_out"] + unknown)
-    results = ("decode", "merged", "block", "block_causal")
     case = Case(**arrays, window=None if window < 0 else window, scale=scale)
-    return case, {name: (expected[f"{name}_out"], expected[f"{name}_lse"]) for name in results}
+    return case, {name: (expected[f"{name}_out"], expected[f"{name}_lse"]) for name in RESULTS}
 
 
 def golden_difference(actual: Pair, expected: tuple[np.ndarray, np.ndarray]) -> tuple[float, float]:
@@ -164,14 +165,21 @@ def random_case(
     table_length: int | None = None,
     dtype: str = "float32",
     scale: float | None = None,
+    num_pages: int | None = None,
 ) -> Case:
-    """Fresh data. The table is as short as the window allows (a ring) unless `table_length` says otherwise."""
+    """Fresh data. The table is as short as the window allows (a ring) unless `table_length` says otherwise; rows share
+    pages if there are only `num_pages` of them."""
     rng = np.random.default_rng(seed)
     rows, (hq, hkv) = len(q_start), heads
     if table_length is None:
         longest = max(max(q_start) + queries, max(kv_length), 1)
         table_length = -(-longest // page) if window is None else -(-(window - 1 + queries) // page)
-    num_pages = rows * table_length + 3
+    entries = rows * table_length
+    if num_pages is None:
+        num_pages = entries + 3
+        table = rng.permutation(num_pages)[:entries]
+    else:
+        table = rng.integers(0, num_pages, entries)
 
     def normal(*shape: int) -> jax.Array:
         return jnp.asarray(rng.standard_normal(shape, np.float32), dtype)
@@ -180,7 +188,7 @@ def random_case(
         q=normal(rows, queries, hq, head_dim),
         k_pages=normal(num_pages, page, hkv, head_dim),
         v_pages=normal(num_pages, page, hkv, head_dim),
-        page_table=jnp.asarray(rng.permutation(num_pages)[: rows * table_length].reshape(rows, -1), jnp.int32),
+        page_table=jnp.asarray(table.reshape(rows, -1), jnp.int32),
         q_start=jnp.asarray(q_start, jnp.int32),
         kv_length=jnp.asarray(kv_length, jnp.int32),
         k_block=normal(rows, queries, hkv, head_dim),

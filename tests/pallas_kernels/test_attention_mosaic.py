@@ -23,6 +23,7 @@ from pallas_kernels.block_attention.mosaic_sm90 import block_attention_mosaic
 from pallas_kernels.block_merge import mosaic_sm90 as mosaic_merge
 from pallas_kernels.block_merge.mosaic_sm90 import merge_future_block_mosaic
 from pallas_kernels.windowed_decode import mosaic_sm90
+from pallas_kernels.windowed_decode.mosaic_memory import Memory
 from pallas_kernels.windowed_decode.mosaic_problem import describe, plan
 from pallas_kernels.windowed_decode.tuning import PIPELINES, Tuning, choose_tuning
 
@@ -59,6 +60,24 @@ SHAPES = [  # queries, heads, page, entries, window, splits, block (None, or whe
     (7, (16, 1), 64, 3, 100, 2, False),
     (3, (6, 2), 8, 17, 120, 1, True),
 ]
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+def test_a_scale_that_is_not_positive(scale: float) -> None:
+    case = random_case(
+        2, q_start=[90], kv_length=[92], queries=4, heads=(16, 1), head_dim=64, page=16, window=70, dtype="bfloat16",
+        scale=scale,
+    )  # fmt: skip
+    static, run = dict(window=70, scale=scale), dict(tuning=Tuning(tile=64), interpret=_mosaic.interpreter())
+    args = (case.q, *case.block, *case.pages, case.q_start)
+    actual = block_attention_mosaic(*args, **static, **run, causal=False)
+    assert_close(actual, REFERENCE.block(*args, **static, causal=False), "bfloat16")
+    args = (case.q, *case.pages, case.q_start, case.kv_length)
+    decoded = REFERENCE.decode(*args, **static)
+    assert_close(mosaic_sm90.attend(*args, **static, **run), decoded, "bfloat16")
+    args = (*decoded, case.q, *case.block)
+    merged = merge_future_block_mosaic(*args, **static, interpret=_mosaic.interpreter())
+    assert_close(merged, REFERENCE.merge(*args, **static), "bfloat16")
 
 
 @functools.cache
@@ -106,12 +125,8 @@ def test_interpreted_equals_the_reference(drawn: tuple[int, Case]) -> None:
     assert_close(interpreted(shape)(*args), referenced(shape)(*args), "bfloat16")
 
 
-def _unordered(self, step, action, kinds=("k", "v")):
-    rows = min(self.t.tile, self.p.page)
-    for j in range(max(self.t.tile // self.p.page, 1)):
-        for kind in kinds:
-            source = self.g[f"{kind}_pages"].at[j, _mosaic.ds(0, rows), self.head]
-            action(source, _mosaic.ds(j * rows, rows))
+def _unordered(self, step):
+    return tuple(self.row * 0 + piece for piece in range(self.p.pages_of(self.t.tile)))
 
 
 def _one_key_too_many(mask):
@@ -129,9 +144,9 @@ def test_mutants_are_caught(mutant: str, monkeypatch: pytest.MonkeyPatch) -> Non
     if mutant == "base 2":
         monkeypatch.setattr(_mosaic_softmax, "LN_2", 1.0)
     elif mutant == "page order ignored":
-        monkeypatch.setattr(mosaic_sm90.Block, "each_page", _unordered)
+        monkeypatch.setattr(Memory, "pages", _unordered)
     else:
-        monkeypatch.setattr(mosaic_sm90.Block, "mask", _one_key_too_many(mosaic_sm90.Block.mask))
+        monkeypatch.setattr(mosaic_sm90.Compute, "mask", _one_key_too_many(mosaic_sm90.Compute.mask))
     case = random_case(
         3, q_start=[90], kv_length=[91], queries=4, heads=(16, 1), head_dim=64, page=16, window=70, dtype="bfloat16"
     )  # fmt: skip
@@ -234,4 +249,29 @@ def test_splits_fill_the_chip_once(heads: int, head_dim: int) -> None:
     assert tuning.splits == 1 or tuning.splits * heads <= 132  # fused splits wait for each other: all must be resident
     assert tuning.splits <= tiles
     most = max(1, min(132 // heads, tiles, 64))
-    assert -(-tiles // tuning.splits) == -(-tiles // most)  # no split is longer than with all multiprocessors
+    longest = -(-tiles // most)  # with all multiprocessors
+    two = longest == 1 and tuning.merge == "fused" and 1 < heads
+    assert -(-tiles // tuning.splits) == (2 if two else longest)
+
+
+@pytest.mark.parametrize(
+    "heads, head_dim, keys, splits, merge",
+    [
+        (1, 128, 4103, 33, "kernel"),
+        (4, 128, 4103, 17, "fused"),
+        (4, 64, 4103, 17, "fused"),
+        (4, 256, 4103, 33, "kernel"),
+        (5, 128, 4103, 17, "fused"),
+        (8, 128, 4103, 11, "fused"),
+        (32, 128, 4103, 4, "fused"),
+        (64, 128, 4103, 2, "fused"),
+        (256, 128, 4103, 1, "fused"),
+        (1, 128, 300, 3, "fused"),
+        (4, 128, 2048, 16, "fused"),
+        (4, 128, 32768, 32, "kernel"),
+        (4, 128, 131072, 32, "kernel"),
+    ],
+)
+def test_the_choice_of_splits(heads: int, head_dim: int, keys: int, splits: int, merge: str) -> None:
+    tuning = choose_tuning(heads=heads, head_dim=head_dim, keys=keys)
+    assert (tuning.splits, tuning.merge) == (splits, merge)

@@ -32,10 +32,10 @@ def test_attend_compiles(head_dim: int, capability: int) -> None:
     padded = 64 if head_dim == 64 else 128 if head_dim <= 128 else 256
     inputs = {f"{name}_ptr": BF16 for name in ("q", "k_pages", "v_pages", "k_block", "v_block")}
     inputs |= {f"{name}_ptr": I32 for name in ("table", "q_start", "kv_length")}
-    for splits, block in ((1, False), (4, True)):
+    for splits, block, scale in ((1, False, 0.1), (4, True, -0.1)):
         constants = dict(
             **SHAPE, DIM=head_dim, DIM_PADDED=padded, PAGE=64 if block else 16, ENTRIES=65, REACH=4096,
-            SCALE_LOG2=0.1, HAS_BLOCK=block, CAUSAL=False, SPLITS=splits, ROWS=128 if padded <= 128 else 64,
+            SCALE_LOG2=scale, HAS_BLOCK=block, CAUSAL=False, SPLITS=splits, CHUNKS=1, ROWS=128 if padded <= 128 else 64,
             TILE=64 if padded <= 128 else 32, BLOCK_TILE=16, STAGES=3 if padded <= 128 else 2,
         )  # fmt: skip
         outputs = dict(out_ptr=BF16 if splits == 1 else F32, lse_ptr=F32)

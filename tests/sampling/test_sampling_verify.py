@@ -1,10 +1,12 @@
 """`verify`: what it promises on every call, whatever the rows look like."""
 
+import re
 from functools import partial
 
 import hypothesis
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 import sampling_oracles as oracles
@@ -252,6 +254,25 @@ def test_a_proposal_is_refused_where_it_would_be_ignored():
     ):
         with pytest.raises(ValueError, match=r'log_q was given to method "match".*pass log_q=None'):
             call()
+
+
+@pytest.mark.parametrize("name", ["keys", "draft_lengths", "proposal_valid", "greedy"])
+@pytest.mark.parametrize("method", ["standard", "block"])
+def test_what_belongs_to_another_batch_is_one_sentence(name, method, monkeypatch):
+    draft_tokens, log_q, log_p = random_rows(2, 2, 3)
+    right = {
+        "keys": sampling.request_keys([1, 2]),
+        "draft_lengths": jnp.asarray([2, 1], jnp.int32),
+        "proposal_valid": jnp.asarray([True, False]),
+        "greedy": jnp.asarray([True, False]),
+    }
+    sampling.verify(draft_tokens, log_q, log_p, method=method, **right)
+    # A user has no type checker that would refuse the shape before.
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    for wrong in (right[name][:1], jnp.concatenate([right[name]] * 2), right[name][:, None]):
+        message = f"{name} has shape {wrong.shape} for drafts (2, 2): it has to be [B]."
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            sampling.verify(draft_tokens, log_q, log_p, method=method, **(right | {name: wrong}))
 
 
 def test_unknown_methods_are_named_with_the_known_ones():

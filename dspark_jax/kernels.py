@@ -1,0 +1,34 @@
+"""Which form of `pallas_kernels` the work of a model goes through: one choice, made where a model is built."""
+
+import dataclasses
+from typing import Literal
+
+Implementation = Literal["mosaic", "triton", "xla"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """Implementation of each kind of work: None is the best one for the device and the shapes, "xla" has derivatives.
+
+    A named kernel never falls back: where it cannot serve a call, that call raises NotImplementedError. XLA cannot
+    split a kernel, so a model on a mesh of several devices takes `Kernels.xla()`.
+
+    Attributes:
+      linear: `quantized_matmul`, for linears with MXFP8 or NVFP4 weights; others are XLA's in any case.
+      experts: `grouped_experts`.
+      attention: attention and block selection of a step. "xla" in the target: loops over the whole cache.
+    """
+
+    linear: Implementation | None = None
+    experts: Implementation | None = None
+    attention: Implementation | None = None
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if (value := getattr(self, field.name)) not in (None, "mosaic", "triton", "xla"):
+                raise ValueError(f"{field.name} must be None, 'mosaic', 'triton' or 'xla', found {value!r}")
+
+    @classmethod
+    def xla(cls) -> "Kernels":
+        """No kernels at all."""
+        return cls(linear="xla", experts="xla", attention="xla")

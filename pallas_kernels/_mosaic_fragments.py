@@ -1,0 +1,256 @@
+"""Registers of one warpgroup, by hand: weights from bytes, exchange of accumulators, transposed stores.
+
+Beside `_mosaic.py` the only module that looks into Mosaic GPU; it works on the level below Pallas. Nothing here runs
+in the interpreter: `_quantized_mosaic.py` says the same in plain operations there.
+
+A bfloat16 or float32 [64, n] array in the layout of wgmma: thread 32 w + 4 r + q of the 128 holds, in register pair
+(c, h), row 16 w + 8 h + r and columns 8 c + 2 q and 8 c + 2 q + 1.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic.gpu import fragmented_array, utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, gpu, llvm, vector
+
+from pallas_kernels import _mosaic
+from pallas_kernels._quantized import MXFP8, Format
+
+plgpu = _mosaic.plgpu
+WGMMA: Any = fragmented_array.WGMMA_LAYOUT
+SLAB = 64  # bytes of a weight's row that one step of `weights` takes: 16 for each of 4 threads
+
+# Four e4m3 codes -> two pairs of bfloat16: value 2^-120, times a scale in both halves of $3. Even codes, odd codes.
+E4M3 = """{
+.reg .b32 t, u;
+shl.b32 t, $2, 8;
+and.b32 t, t, 0x80008000;
+shl.b32 u, $2, 4;
+lop3.b32 t, u, 0x07f007f0, t, 0xea;
+shr.b32 u, $2, 4;
+and.b32 u, u, 0x07f007f0;
+lop3.b32 u, $2, 0x80008000, u, 0xea;
+mul.rn.bf16x2 $0, t, $3;
+mul.rn.bf16x2 $1, u, $3;
+}"""
+
+# Eight e2m1 codes n0 to n7 -> (n0, n4), (n1, n5), (n2, n6), (n3, n7): value 2^-126, times a scale in both halves of $5.
+E2M1 = """{
+.reg .b32 t, u;
+shl.b32 t, $4, 12;
+and.b32 t, t, 0x80008000;
+shl.b32 u, $4, 6;
+lop3.b32 u, u, 0x01c001c0, t, 0xea;
+mul.rn.bf16x2 $0, u, $5;
+shl.b32 t, $4, 8;
+and.b32 t, t, 0x80008000;
+shl.b32 u, $4, 2;
+lop3.b32 u, u, 0x01c001c0, t, 0xea;
+mul.rn.bf16x2 $1, u, $5;
+shl.b32 t, $4, 4;
+and.b32 t, t, 0x80008000;
+shr.b32 u, $4, 2;
+lop3.b32 u, u, 0x01c001c0, t, 0xea;
+mul.rn.bf16x2 $2, u, $5;
+shr.b32 u, $4, 6;
+and.b32 u, u, 0x01c001c0;
+lop3.b32 u, $4, 0x80008000, u, 0xea;
+mul.rn.bf16x2 $3, u, $5;
+}"""
+
+# Two e4m3 scales in the low 16 bits -> each times 2^118 in both halves of a register; 2^127 and 2^111 are bfloat16.
+E4M3_SCALES = """{
+.reg .b32 t, m;
+prmt.b32 t, $2, 0, 0x1404;
+shr.b32 t, t, 4;
+mov.b32 m, 0x7f007f00;
+mul.rn.bf16x2 t, t, m;
+mov.b32 m, 0x77007700;
+mul.rn.bf16x2 t, t, m;
+prmt.b32 $0, t, 0, 0x1010;
+prmt.b32 $1, t, 0, 0x3232;
+}"""
+
+E8M0_SHIFT, E8M0_INFINITE = 60, 195  # scale byte s has exponent field s + 60; from 195 on that field is infinity's
+
+
+def reorder(form: Format, x: Any) -> Any:
+    """x [..., K] in the order in which the kernel multiplies along K; K a multiple of 64 for MXFP8, 128 for NVFP4.
+
+    Thread q of 4 holds 16 consecutive bytes of a slab of 64, and the layout gives it columns 2 q and 2 q + 1 of each 8.
+    """
+    lead, n = x.shape[:-1], x.ndim - 1
+    if form is MXFP8:  # input 64 s + 16 q + 4 c + 2 i + o is at 64 s + 16 c + 8 o + 2 q + i
+        split, order = (4, 4, 2, 2), (0, 2, 4, 1, 3)
+    else:  # input 128 s + 32 q + 8 c + 4 e + 2 h + o is at 128 s + 32 c + 16 h + 8 o + 2 q + e
+        split, order = (4, 4, 2, 2, 2), (0, 2, 4, 5, 1, 3)
+    axes = (*range(n), *(n + i for i in order))
+    return x.reshape(*lead, x.shape[-1] // (64 * form.per_byte), *split).transpose(axes).reshape(x.shape)
+
+
+def weights(form: Format, codes: Any, scales: Any, slab: int, *, scale_stride: int) -> tuple[Any, ...]:
+    """bfloat16 fragments [64, 64] of slab number `slab` of codes [64, bytes] in shared memory, ordered as by `reorder`.
+
+    `scales` is [64, blocks] in shared memory, its rows `scale_stride` bytes apart, for the same inputs as `codes`. One
+    fragment for MXFP8, two for NVFP4; the left-over power of two is `form.factor`.
+    """
+    fragment = plgpu.ShapeDtypeStruct((64, 64), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
+    code_stride = codes.shape[-1]
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()), return_type=(fragment,) * form.per_byte)
+    def build(ctx: Any, codes: Any, scales: Any) -> tuple[Any, ...]:
+        row, q = _row_and_quarter()
+        base, scale_base = utils.memref_ptr(codes), utils.memref_ptr(scales)
+        offset = _add(_multiply(row, code_stride), _add(_multiply(q, 16), _i32(SLAB * slab)))
+        scale_offset = _multiply(row, scale_stride)
+        columns = []  # registers of the two rows of this thread
+        for h in range(2):
+            words = _load_words(_address(base, _add(offset, _i32(8 * h * code_stride))))
+            at = _add(scale_offset, _i32(8 * h * scale_stride))
+            if form is MXFP8:
+                at = _add(at, _add(arith.shrui(q, _i32(1)), _i32(2 * slab)))
+                byte = arith.extui(_i32_type(), llvm.load(_integer(8), _address(scale_base, at)))
+                byte = arith.minui(byte, _i32(E8M0_INFINITE))
+                scale = _add(_multiply(byte, 0x0080_0080), _i32(E8M0_SHIFT * 0x0080_0080))
+                columns.append([r for word in words for r in _asm(2, [word, scale], E4M3)])
+            else:
+                at = _add(at, _add(_multiply(q, 2), _i32(8 * slab)))
+                two = arith.extui(_i32_type(), llvm.load(_integer(16), _address(scale_base, at), alignment=2))
+                pair = _asm(2, [two], E4M3_SCALES)
+                columns.append([r for c, word in enumerate(words) for r in _asm(4, [word, pair[c // 2]], E2M1)])
+        pairs = list(zip(*columns, strict=True))
+        return tuple(_fragment(pairs[i : i + 8]) for i in range(0, len(pairs), 8))
+
+    return build(codes, scales)
+
+
+def put(ref: Any, values: Any) -> None:
+    """Accumulator [64, n] to shared memory float32 [64 n], in the order in which `get` of any warpgroup reads it."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA), return_type=None)
+    def store(ctx: Any, ref: Any, values: Any) -> None:
+        base, at = utils.memref_ptr(ref), _multiply(_thread(), 8)
+        for i, pair in enumerate(values.registers.flat):
+            llvm.store(pair, _address(base, _add(at, _i32(1024 * i))), alignment=8)
+
+    store(ref, values)
+
+
+def get(ref: Any, shape: tuple[int, int]) -> Any:
+    """The accumulator that `put` left."""
+    array = plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=plgpu.Layout.WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=array)
+    def load(ctx: Any, ref: Any) -> Any:
+        base, at = utils.memref_ptr(ref), _multiply(_thread(), 8)
+        pair = ir.VectorType.get((2,), ir.F32Type.get())
+        count = int(np.prod(WGMMA.registers_shape(shape)))
+        registers = [llvm.load(pair, _address(base, _add(at, _i32(1024 * i))), alignment=8) for i in range(count)]
+        return _array(registers, shape)
+
+    return load(ref)
+
+
+def store_transposed(ref: Any, values: Any, *, stride: int) -> None:
+    """values [64, n] float32, transposed and rounded, to global bfloat16 [m <= n, 64] with rows `stride` apart.
+
+    Columns of `values` from m on are left out.
+    """
+    rows = ref.shape[0]
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA), return_type=None)
+    def store(ctx: Any, ref: Any, values: Any) -> None:
+        row, q = _row_and_quarter()
+        base = utils.memref_ptr(ref)
+        space = utils.get_memref_llvm_address_space(ir.MemRefType(ref.type)) or 0
+        start = _add(_multiply(q, 4 * stride), _multiply(row, 2))
+        for i, pair in enumerate(values.astype(ir.BF16Type.get()).registers.flat):
+            column, h = divmod(i, 2)
+            for e in range(2):
+                first = 8 * column + e  # the column of thread q = 0; that of q is first + 2 q
+                if first >= rows:
+                    continue
+                at = _address(base, _add(start, _i32(2 * first * stride + 16 * h)), space)
+                value = vector.extract(pair, [], [e])
+                if first + 6 < rows:
+                    llvm.store(value, at, alignment=2)
+                else:
+                    _store_if(q, (rows - first + 1) // 2, value, at)
+
+    store(ref, values)
+
+
+def _store_if(q: Any, below: int, value: Any, at: Any) -> None:
+    """A store by the threads with q < below."""
+    text = "{ .reg .pred p; setp.lt.u32 p, $0, $1; @p st.b16 [$2], $3; }"
+    bits, address = arith.bitcast(_integer(16), value), llvm.ptrtoint(_integer(64), at)
+    nothing = ir.Type.parse("!llvm.void")
+    llvm.inline_asm(nothing, [q, _i32(below), address, bits], text, "r,r,l,h,~{memory}", has_side_effects=True)
+
+
+def _i32_type() -> Any:
+    return ir.IntegerType.get_signless(32)
+
+
+def _integer(bits: int) -> Any:
+    return ir.IntegerType.get_signless(bits)
+
+
+def _i32(value: int) -> Any:
+    return utils.c(value, _i32_type())
+
+
+def _add(a: Any, b: Any) -> Any:
+    return arith.addi(a, b)
+
+
+def _multiply(a: Any, b: int) -> Any:
+    return arith.muli(a, _i32(b))
+
+
+def _thread() -> Any:
+    """Number of this thread in its warpgroup."""
+    return arith.andi(arith.index_cast(_i32_type(), gpu.thread_id(gpu.Dimension.x)), _i32(127))
+
+
+def _row_and_quarter() -> tuple[Any, Any]:
+    """16 w + r and q of this thread."""
+    thread = _thread()
+    lane, warp = arith.andi(thread, _i32(31)), arith.shrui(thread, _i32(5))
+    return _add(_multiply(warp, 16), arith.shrui(lane, _i32(2))), arith.andi(lane, _i32(3))
+
+
+def _address(base: Any, offset: Any, space: int = 3) -> Any:
+    pointer, dynamic = llvm.PointerType.get(space), [-2147483648]
+    return llvm.getelementptr(pointer, base, [offset], dynamic, _integer(8), llvm.GEPNoWrapFlags.none)
+
+
+def _load_words(at: Any) -> list[Any]:
+    """16 bytes of shared memory as four registers."""
+    words = llvm.load(ir.VectorType.get((4,), _i32_type()), at, alignment=16)
+    return [llvm.extractelement(words, _i32(i)) for i in range(4)]
+
+
+def _asm(outputs: int, inputs: Sequence[Any], text: str) -> list[Any]:
+    result = llvm.StructType.get_literal([_i32_type()] * outputs)
+    constraints = ",".join(["=r"] * outputs + ["r"] * len(inputs))
+    values = llvm.inline_asm(result, list(inputs), text, constraints)
+    return [llvm.extractvalue(_i32_type(), values, [i]) for i in range(outputs)]
+
+
+def _fragment(pairs: Sequence[Sequence[Any]]) -> Any:
+    """pairs[c][h], 32 bits each, as a bfloat16 array [64, 8 * len(pairs)]."""
+    one, two = ir.VectorType.get((1,), _i32_type()), ir.VectorType.get((2,), ir.BF16Type.get())
+    registers = [vector.bitcast(two, vector.broadcast(one, r)) for pair in pairs for r in pair]
+    return _array(registers, (64, 8 * len(pairs)))
+
+
+def _array(registers: Sequence[Any], shape: tuple[int, int]) -> Any:
+    flat = np.empty(len(registers), dtype=object)
+    for i, register in enumerate(registers):  # one by one, or numpy would look into them
+        flat[i] = register
+    shaped = flat.reshape(WGMMA.registers_shape(shape))
+    return fragmented_array.FragmentedArray(_registers=shaped, _layout=WGMMA, _is_signed=None)

@@ -1,0 +1,101 @@
+"""out = x W^T with W in MXFP8 or NVFP4, for Hopper, in Pallas Mosaic GPU: what the linear and the grouped kernel share.
+
+The operands are swapped: output features are the M of the matrix units and rows of x their N, so that W comes from
+registers, where it is made from its bytes, and is read once for up to 256 rows. A block takes tiles of (64 features a
+warpgroup) x (`tokens` rows of x) in turn. One more warpgroup keeps the copy engine busy with codes, scales and x; the
+others compute, `split` of them sharing a tile by every split-th step along K. x has to be in the order of `reorder`.
+
+    linear    `multiply(x, [weight])`
+    grouped   `multiply(x, [weight [E, ...]], experts=int32 [1 + tiles])`: the rows of x gathered so that those of a
+              tile, `tokens` of them, belong to one expert; experts[0] is how many tiles are used, then comes the expert
+              of each
+    SwiGLU    `multiply(x, [gate, up], swiglu=Swiglu(...))`: two warpgroups of a tile make gate and up, one of them the
+              product; with or without experts
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import _mosaic as gpu
+from pallas_kernels._mosaic_fragments import reorder
+from pallas_kernels._quantized import Operands
+from pallas_kernels._quantized_mosaic_block import Block, Problem
+from pallas_kernels._quantized_mosaic_tiling import Swiglu, Tiling, plan, scale_steps, shared_memory_bytes
+
+__all__ = ["Swiglu", "Tiling", "multiply", "plan", "reorder", "scale_steps", "shared_memory_bytes"]
+
+
+def multiply(
+    x: jax.Array,
+    weights: Sequence[Operands],
+    *,
+    tiling: Tiling,
+    rows: int | None = None,
+    experts: jax.Array | None = None,
+    swiglu: Swiglu | None = None,
+    multiprocessors: int = 132,
+    name: str = "quantized_matmul",
+    interpret: Any = None,
+) -> jax.Array:
+    """-> bfloat16 [rows, out]; see the module's docstring.
+
+    Args:
+      x: bfloat16 [blocks * tokens, in], in the order of `reorder`.
+      weights: one weight, or gate and up if there is a `swiglu`; codes [out, ...], or [E, out, ...] with `experts`.
+      rows: rows of the result if x has only one tile; those after are not written. None: all of x.
+      experts: int32 [1 + blocks]: how many tiles are used and the expert of each. Rows of unused tiles are not written.
+    """
+    padded, inputs = x.shape
+    first, outputs = weights[0], weights[0].out_size
+    plan(first.format, tiling, inputs, outputs, swiglu is not None)
+    if len(weights) != (2 if swiglu else 1) or padded % tiling.tokens:
+        raise ValueError(f"{len(weights)} weights and {padded} rows do not fit {swiglu} and {tiling}.")
+    rows = padded if rows is None else rows
+    if rows != padded and padded != tiling.tokens:
+        raise ValueError(f"only one tile may be cut short, got {rows} of {padded} rows with {tiling}.")
+    problem = Problem(
+        form=first.format, inputs=inputs, outputs=outputs, blocks=padded // tiling.tokens, rows=rows,
+        steps_a_scale=scale_steps(first.format, tiling, inputs), swiglu=swiglu, grouped=experts is not None,
+        multiprocessors=multiprocessors,
+    )  # fmt: skip
+    operands = [x]
+    names = ["x"]
+    for i, weight in enumerate(weights):
+        flat = [a.reshape(-1, a.shape[-1]) for a in (weight.codes, weight.scale)]
+        operands += [*flat, weight.factor.reshape(-1)]
+        names += [f"codes{i}", f"scale{i}", f"factor{i}"]
+    if experts is not None:
+        operands.append(experts)
+        names.append("experts")
+
+    def body(*refs: Any, **shared: Any) -> None:
+        Block(problem, tiling, interpret, dict(zip([*names, "out"], refs, strict=True)), shared).run()
+
+    p, t = problem, tiling
+    scratch = dict(
+        x=gpu.tiled((t.stages, t.tokens, t.step), jnp.bfloat16),
+        codes=gpu.SMEM((t.stages, t.warpgroups, gpu.ROWS, p.form.bytes(t.step)), first.codes.dtype),
+        scale=gpu.SMEM((t.scale_stages, t.warpgroups, gpu.ROWS, p.scale_bytes(t)), first.scale.dtype),
+        ready=gpu.Barrier(num_arrivals=t.warpgroups + 1, num_barriers=t.stages),
+        free=gpu.Barrier(num_arrivals=t.warpgroups, num_barriers=t.stages),
+        scale_ready=gpu.Barrier(num_arrivals=t.warpgroups, num_barriers=t.scale_stages),
+        scale_free=gpu.Barrier(num_arrivals=t.warpgroups * t.split, num_barriers=t.scale_stages),
+    )
+    if helpers := p.helpers(t):
+        scratch.update(
+            parts=gpu.SMEM((helpers, gpu.ROWS * t.tokens), jnp.float32),
+            parts_ready=gpu.Barrier(num_arrivals=helpers),
+            parts_free=gpu.Barrier(num_arrivals=p.finishers(t)),
+        )
+    return gpu.kernel(
+        body,
+        name=name,
+        out_type=jax.ShapeDtypeStruct((rows, outputs), jnp.bfloat16),
+        grid={"block": min(multiprocessors, p.blocks * p.tiles(t))},
+        scratch=scratch,
+        warpgroups=t.warpgroups * t.split + 1,
+        interpret=interpret,
+    )(*operands)

@@ -1,0 +1,286 @@
+"""One thread block of the Mosaic kernels over MXFP8 and NVFP4 weights."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import _mosaic as gpu
+from pallas_kernels import _mosaic_fragments as fragments
+from pallas_kernels._mosaic_fragments import reorder
+from pallas_kernels._quantized import MXFP8, Format, Operands, dequantize
+from pallas_kernels._quantized_mosaic_tiling import Swiglu, Tiling
+
+# Registers of a thread where the accumulator is large, by computing warpgroups. Any more and the launch waits for ever:
+# the sum over warpgroups, 128 threads each, is at most 65,536.
+REGISTERS, COPYING_REGISTERS = {2: 232, 3: 152, 4: 112}, 40
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Problem:
+    form: Format
+    inputs: int
+    outputs: int
+    blocks: int
+    rows: int
+    steps_a_scale: int
+    swiglu: Swiglu | None
+    grouped: bool
+    multiprocessors: int
+
+    def finishers(self, tiling: Tiling) -> int:
+        """Warpgroups that write a tile; the others help them."""
+        return 1 if self.swiglu else tiling.warpgroups
+
+    def helpers(self, tiling: Tiling) -> int:
+        return tiling.warpgroups * tiling.split - self.finishers(tiling)
+
+    def features(self, tiling: Tiling) -> int:
+        """Output features of a tile."""
+        return gpu.ROWS * self.finishers(tiling)
+
+    def tiles(self, tiling: Tiling) -> int:
+        return self.outputs // self.features(tiling)
+
+    def scale_bytes(self, tiling: Tiling) -> int:
+        return self.steps_a_scale * tiling.step // self.form.block
+
+
+class Block:
+    """One thread block, while it is traced. Names of refs: `self.g` global, `self.s` shared memory and barriers."""
+
+    def __init__(self, problem: Problem, tiling: Tiling, interpret: Any, refs: dict[str, Any], shared: dict[str, Any]):
+        self.p, self.t, self.interpret, self.g, self.s = problem, tiling, interpret, refs, shared
+        self.tiles = problem.tiles(tiling)
+        self.grid = min(problem.multiprocessors, problem.blocks * self.tiles)
+        self.steps = problem.inputs // tiling.step
+        self.computing = tiling.warpgroups * tiling.split
+        self.block, self.warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
+        self.blocks = refs["experts"][0] if problem.grouped else self.block * 0 + problem.blocks
+        self.items = _divide(self.blocks * self.tiles - self.block + (self.grid - 1), self.grid)
+
+    def run(self) -> None:
+        at_launch = 65536 // (128 * (self.computing + 1))
+        limited = self.computing in REGISTERS and self.t.tokens // 2 + 70 > at_launch
+
+        @gpu.when(self.warpgroup < self.computing)
+        def _compute() -> None:
+            if limited:
+                gpu.set_max_registers(REGISTERS[self.computing], action="increase")
+            self.compute()
+
+        @gpu.when(self.warpgroup == self.computing)
+        def _memory() -> None:
+            if limited:
+                gpu.set_max_registers(COPYING_REGISTERS, action="decrease")
+            self.memory()
+
+    def locate(self, item: Any) -> tuple[Any, Any]:
+        """Tile of x and tile of the output features of this block's item."""
+        number = self.block + item * self.grid
+        if self.t.group == 1:
+            return _divide(number, self.tiles), _modulo(number, self.tiles)
+        first = _divide(number, self.t.group * self.tiles) * self.t.group
+        size = jnp.minimum(self.blocks - first, self.t.group)
+        inside = number - first * self.tiles
+        tile = lax.div(inside, size)
+        return first + inside - tile * size, tile
+
+    # The memory warpgroup.
+
+    def memory(self) -> None:
+        p, t, g, s = self.p, self.t, self.g, self.s
+        copies_an_item = self.steps // p.steps_a_scale
+
+        def sources(block: Any, tile: Any, name: str) -> list[Any]:
+            """What each computing warpgroup reads of `codes` or `scale`: 64 rows."""
+            expert = g["experts"][1 + block] * p.outputs if p.grouped else 0
+            if p.swiglu:
+                return [g[f"{name}{m}"].at[gpu.ds(expert + tile * gpu.ROWS, gpu.ROWS)] for m in range(2)]
+            start = expert + tile * p.features(t)
+            return [g[f"{name}0"].at[gpu.ds(start + m * gpu.ROWS, gpu.ROWS)] for m in range(t.warpgroups)]
+
+        @gpu.loop(0, self.items)
+        def _item(item: Any) -> None:
+            block, tile = self.locate(item)
+            codes, scales = (sources(block, tile, name) for name in ("codes", "scale"))
+
+            @gpu.loop(0, copies_an_item)
+            def _scales(copy: Any) -> None:
+                number = item * copies_an_item + copy
+                slot = _modulo(number, t.scale_stages)
+                gpu.when(number >= t.scale_stages)(lambda: gpu.barrier_wait(s["scale_free"].at[slot]))
+                columns = gpu.ds(copy * p.scale_bytes(t), p.scale_bytes(t))
+                for m, source in enumerate(scales):
+                    gpu.copy_to_shared(source.at[:, columns], s["scale"].at[slot, m], s["scale_ready"].at[slot])
+
+                @gpu.loop(0, p.steps_a_scale)
+                def _step(k: Any) -> None:
+                    step = copy * p.steps_a_scale + k
+                    number = item * self.steps + step
+                    slot = _modulo(number, t.stages)
+                    ready = s["ready"].at[slot]
+                    gpu.when(number >= t.stages)(lambda: gpu.barrier_wait(s["free"].at[slot]))
+                    columns = gpu.ds(step * p.form.bytes(t.step), p.form.bytes(t.step))
+                    for m, source in enumerate(codes):
+                        gpu.copy_to_shared(source.at[:, columns], s["codes"].at[slot, m], ready)
+                    rows = gpu.ds(block * t.tokens, t.tokens)
+                    gpu.copy_to_shared(g["x"].at[rows, gpu.ds(step * t.step, t.step)], s["x"].at[slot], ready)
+
+        self.drain("free", self.items * self.steps, t.stages)
+        self.drain("scale_free", self.items * copies_an_item, t.scale_stages)
+
+    def drain(self, name: str, filled: Any, slots: int) -> None:
+        """Every phase of a barrier is waited for, as the interpreter demands."""
+
+        @gpu.loop(jnp.maximum(filled - slots, 0), filled)
+        def _wait(number: Any) -> None:
+            gpu.barrier_wait(self.s[name].at[_modulo(number, slots)])
+
+    # The computing warpgroups.
+
+    def compute(self) -> None:
+        t, s = self.t, self.s
+        self.place = _modulo(self.warpgroup, t.warpgroups)  # which 64 rows
+        self.share = _divide(self.warpgroup, t.warpgroups)  # which steps
+        finishers = self.p.finishers(t)
+
+        @gpu.loop(0, self.items)
+        def _item(item: Any) -> None:
+            block, tile = self.locate(item)
+            part = self.accumulate(item)
+            if "parts" not in s:
+                self.finish(block, tile, [part])
+                return
+
+            @gpu.when(self.warpgroup >= finishers)
+            def _help() -> None:
+                gpu.when(item > 0)(lambda: gpu.barrier_wait(s["parts_free"]))
+                self.put_part(self.warpgroup - finishers, part)
+                gpu.barrier_arrive(s["parts_ready"])
+
+            @gpu.when(self.warpgroup < finishers)
+            def _finish() -> None:
+                gpu.barrier_wait(s["parts_ready"])
+                if self.p.swiglu:
+                    helped = [self.get_part(i) for i in range(self.computing - 1)]
+                else:
+                    helped = [self.get_part(i * t.warpgroups + self.warpgroup) for i in range(t.split - 1)]
+                gpu.barrier_arrive(s["parts_free"])
+                self.finish(block, tile, [part, *helped])
+
+        if "parts" in s:
+
+            @gpu.when((self.warpgroup >= finishers) & (self.items > 0))
+            def _drain() -> None:
+                gpu.barrier_wait(s["parts_free"])
+
+    def accumulate(self, item: Any) -> jax.Array:
+        """This warpgroup's share of the product of a tile: float32 [64, tokens], before the factor."""
+        if self.interpret is not None:  # the interpreter knows neither registers as operands of wgmma nor assembly
+            return self.each_step(item, self.add_step_plainly, gpu.full((gpu.ROWS, self.t.tokens), 0.0))
+
+        def add_step(accumulator: Any, slot: Any, scales: Any, _: None) -> None:
+            form, x = self.p.form, self.s["x"].at[slot]
+            slabs, column = form.bytes(self.t.step) // fragments.SLAB, 0
+            for slab in range(slabs):
+                stride = self.p.scale_bytes(self.t)
+                codes = self.s["codes"].at[slot, self.place]
+                for weights in fragments.weights(form, codes, scales, slab, scale_stride=stride):
+                    gpu.multiply_registers(accumulator, weights, x.at[:, gpu.ds(column, 64)])
+                    column += 64
+                if slab + 1 < slabs:  # the next slab is dequantised while this one is multiplied
+                    gpu.wait_products(form.per_byte)
+            gpu.wait_products(0)
+
+        def run(accumulator: Any) -> jax.Array:
+            self.each_step(item, functools.partial(add_step, accumulator), None)
+            return accumulator[...]
+
+        return gpu.with_accumulator(run, (gpu.ROWS, self.t.tokens))
+
+    def each_step(self, item: Any, add: Callable[[Any, Any, Any], Any], total: Any) -> Any:
+        """add(slot of the step, its scales, total) -> total, for each step of this warpgroup."""
+        p, t, s = self.p, self.t, self.s
+        a_step, copies_an_item = t.step // p.form.block, self.steps // p.steps_a_scale
+
+        def copy(number: Any, total: Any) -> Any:
+            number = item * copies_an_item + number
+            scale_slot = _modulo(number, t.scale_stages)
+            gpu.barrier_wait(s["scale_ready"].at[scale_slot])
+
+            def step(i: Any, total: Any) -> Any:
+                k = i * t.split + self.share
+                slot = _modulo(number * p.steps_a_scale + k, t.stages)
+                gpu.barrier_wait(s["ready"].at[slot])
+                scales = s["scale"].at[scale_slot, self.place, :, gpu.ds(k * a_step, a_step)]
+                total = add(slot, scales, total)
+                gpu.barrier_arrive(s["free"].at[slot])
+                return total
+
+            total = lax.fori_loop(0, p.steps_a_scale // t.split, step, total)
+            gpu.barrier_arrive(s["scale_free"].at[scale_slot])
+            return total
+
+        return lax.fori_loop(0, copies_an_item, copy, total)
+
+    def add_step_plainly(self, slot: Any, scales: Any, total: jax.Array) -> jax.Array:
+        weights = plain_weights(self.p.form, self.s["codes"].at[slot, self.place][...], scales[...])
+        total += jnp.dot(weights, self.s["x"].at[slot][...].astype(jnp.float32).T)
+        gpu.commit_shared()  # ordinary reads, unlike those of wgmma, have to be ordered before the copy engine's writes
+        return total
+
+    def put_part(self, place: Any, part: jax.Array) -> None:
+        if self.interpret is not None:
+            self.s["parts"].at[place][...] = part.reshape(-1)
+        else:
+            fragments.put(self.s["parts"].at[place], part)
+
+    def get_part(self, place: Any) -> jax.Array:
+        shape = (gpu.ROWS, self.t.tokens)
+        if self.interpret is not None:
+            return self.s["parts"].at[place][...].reshape(shape)
+        return fragments.get(self.s["parts"].at[place], shape)
+
+    def finish(self, block: Any, tile: Any, parts: list[jax.Array]) -> None:
+        """Sum, factor, SwiGLU, store. With a SwiGLU parts alternate: gate, up, gate, up."""
+        p, t, g = self.p, self.t, self.g
+        expert = g["experts"][1 + block] if p.grouped else 0
+
+        def total(i: int, weight: int) -> jax.Array:
+            count = t.warpgroups if p.swiglu else 1
+            mine = parts[i::count]
+            factor = p.form.factor if p.form is MXFP8 else g[f"factor{weight}"][expert]
+            if self.interpret is not None:
+                factor = factor / p.form.factor
+            return functools.reduce(jnp.add, mine[1:], mine[0]) * factor
+
+        if p.swiglu:
+            values, start = p.swiglu(total(0, 0), total(1, 1)), tile * gpu.ROWS
+        else:
+            values, start = total(0, 0), tile * p.features(t) + self.place * gpu.ROWS
+        rows = min(t.tokens, p.rows)
+        out = g["out"].at[gpu.ds(block * t.tokens, rows), gpu.ds(start, gpu.ROWS)]
+        if self.interpret is not None:
+            out[...] = values[:, :rows].T.astype(jnp.bfloat16)
+        else:
+            fragments.store_transposed(out, values, stride=p.outputs)
+
+
+def plain_weights(form: Format, codes: jax.Array, scales: jax.Array) -> jax.Array:
+    """What the warpgroups make of [64, bytes] codes and [64, blocks] scales, in float32, in the kernel's order of K."""
+    # Without their power of two, which would make some subnormal: interpreters may flush those.
+    values = dequantize(Operands(form, codes, scales, jnp.float32(form.factor)), jnp.float32)
+    return reorder(form, values)
+
+
+def _divide(a: Any, b: int) -> Any:
+    return lax.div(a, jnp.int32(b))
+
+
+def _modulo(a: Any, b: int) -> Any:
+    return lax.rem(a, jnp.int32(b))

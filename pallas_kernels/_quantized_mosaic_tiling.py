@@ -1,0 +1,107 @@
+"""How the Mosaic kernels over MXFP8 and NVFP4 weights cut their work, and what they cannot do."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import _mosaic as gpu
+from pallas_kernels._quantized import Format
+
+SCALE_BYTES = 64  # in one copy of 64 rows, of a row, about; less where there are more rows
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tiling:
+    """How a block cuts its work.
+
+    Attributes:
+      tokens: rows of x in a tile, a multiple of 8.
+      step: inputs of one pipeline step.
+      stages: pipeline steps held in shared memory, a multiple of `split`.
+      warpgroups: computing warpgroups side by side, 64 output features each (2 with SwiGLU: gate and up).
+      split: computing warpgroups that share the inputs of a tile.
+      scale_stages: copies of scales held in shared memory; one copy serves several steps.
+      group: tiles of x that are worked through together before the next ones; 1 keeps x, many keep W in the cache.
+    """
+
+    tokens: int
+    step: int
+    stages: int
+    warpgroups: int = 1
+    split: int = 1
+    scale_stages: int = 3
+    group: int = 1
+
+    def __post_init__(self) -> None:
+        if self.tokens % 8 or not 8 <= self.tokens <= 256:
+            raise ValueError(f"tokens must be a multiple of 8 from 8 to 256, got {self.tokens}.")
+        if self.step not in (64, 128, 256, 512):
+            raise ValueError(f"step must be 64, 128, 256 or 512 inputs, got {self.step}.")
+        if self.warpgroups < 1 or self.split < 1 or self.warpgroups * self.split > 7:
+            raise ValueError(
+                f"warpgroups and split must make 1 to 7 computing warpgroups, got {self.warpgroups} and {self.split}."
+            )
+        if self.stages < 2 or self.stages % self.split:
+            raise ValueError(
+                f"stages must be at least 2 and a multiple of split {self.split}, got {self.stages}: each computing "
+                "warpgroup has to see every round of its slots."
+            )
+        if self.scale_stages < 2:
+            raise ValueError(f"scale_stages must be at least 2, one to fill and one to use, got {self.scale_stages}.")
+        if self.group < 1:
+            raise ValueError(f"group must be at least 1 tile of x, got {self.group}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Swiglu:
+    """g · sigmoid(alpha · g) · (u + 1) with g = min(gate, limit) and u = clip(up, -limit, limit)."""
+
+    alpha: float
+    limit: float
+
+    def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        gate = jnp.minimum(gate, self.limit)
+        up = jnp.minimum(jnp.maximum(up, -self.limit), self.limit)
+        return gate / (1.0 + jnp.exp(-self.alpha * gate)) * (up + 1.0)
+
+
+def scale_steps(form: Format, tiling: Tiling, inputs: int) -> int:
+    """Steps that one copy of scales serves, or NotImplementedError: the copy engine moves multiples of 16 bytes."""
+    steps, a_step = inputs // tiling.step, tiling.step // form.block
+    fitting = [
+        n for n in range(tiling.split, steps + 1, tiling.split)
+        if steps % n == 0 and n * a_step % 16 == 0 and n * a_step <= 256
+    ]  # fmt: skip
+    if inputs % tiling.step or not fitting:
+        raise NotImplementedError(
+            f"the Mosaic kernel with steps of {tiling.step} inputs, split {tiling.split} ways, cannot cut {inputs} "
+            f"inputs of {form.name} into copies of 16 bytes of scales."
+        )
+    few = [n for n in fitting if n * a_step * tiling.warpgroups <= SCALE_BYTES]
+    return max(few or fitting[:1])
+
+
+def shared_memory_bytes(form: Format, tiling: Tiling, inputs: int, swiglu: bool = False) -> int:
+    """Shared memory of one block, without its barriers."""
+    t = tiling
+    rows = t.warpgroups * gpu.ROWS
+    stage = 2 * t.tokens * t.step + rows * form.bytes(t.step)
+    scales = t.scale_stages * rows * scale_steps(form, t, inputs) * t.step // form.block
+    helpers = t.warpgroups * t.split - (1 if swiglu else t.warpgroups)
+    return t.stages * stage + scales + 4 * helpers * gpu.ROWS * t.tokens
+
+
+def plan(form: Format, tiling: Tiling, inputs: int, outputs: int, swiglu: bool = False) -> None:
+    """NotImplementedError, with the reason, if the kernel cannot serve a weight [outputs, inputs] with this tiling."""
+    t = tiling
+    if swiglu and t.warpgroups != 2:
+        raise ValueError(f"a SwiGLU takes two warpgroups, gate and up, got {t}.")
+    tile = gpu.ROWS if swiglu else gpu.ROWS * t.warpgroups
+    if outputs % tile:
+        raise NotImplementedError(f"the Mosaic kernel cuts the output features by {tile}, got {outputs}.")
+    if not 64 <= form.bytes(t.step) <= 256:
+        raise NotImplementedError(f"the Mosaic kernel copies 64 to 256 bytes of a row, got {form.name} with {t}.")
+    needed = shared_memory_bytes(form, t, inputs, swiglu)
+    if needed + 2048 > gpu.SHARED_MEMORY:
+        raise NotImplementedError(f"the Mosaic kernel would need {needed} bytes of shared memory with {t}.")

@@ -1,0 +1,53 @@
+"""What the kernels of `grouped_experts` share: vmap folds into the rows, no derivative, the sum over choices."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def opaque(kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """`kernel(x, experts, weights, gate, up, down)` as something that XLA cannot look into."""
+
+    def kernel_without_derivative(*args: Any) -> jax.Array:
+        return folded(*args)
+
+    @jax.custom_batching.custom_vmap
+    def folded(*args: Any) -> jax.Array:
+        return kernel(*args)
+
+    @folded.def_vmap
+    def fold(axis_size: int, batched: list[Any], *args: Any) -> tuple[jax.Array, bool]:
+        *rows, gate, up, down = args
+        if any(jax.tree.leaves(batched[3:])):
+            raise NotImplementedError("grouped_experts: a kernel maps over rows, not over stacks of experts.")
+        rows = [
+            a if is_batched else jnp.broadcast_to(a[None], (axis_size, *a.shape))
+            for a, is_batched in zip(rows, batched[:3], strict=True)
+        ]
+        out = folded(*(a.reshape(-1, a.shape[-1]) for a in rows), gate, up, down)
+        return out.reshape(axis_size, -1, out.shape[-1]), True
+
+    guarded = jax.custom_jvp(kernel_without_derivative)
+
+    @guarded.defjvp
+    def no_derivative(primals: Any, tangents: Any) -> Any:
+        raise NotImplementedError(
+            "grouped_experts has no derivative on this device: differentiate implementation='xla'."
+        )
+
+    return guarded
+
+
+def combine(outputs: jax.Array, places: jax.Array, live: jax.Array, weights: jax.Array) -> jax.Array:
+    """Sum over the choices of weight · output, float32 [N, H]; `outputs` has the row of a pair at its place.
+
+    Choices that are not `live` [N, k] are passed over, whatever is in their row and weight.
+    """
+    # Written out: one elementwise kernel that adds in a fixed order.
+    total = jnp.zeros((places.shape[0], outputs.shape[-1]), jnp.float32)
+    for j in range(places.shape[1]):
+        each = outputs.at[places[:, j]].get(mode="promise_in_bounds").astype(jnp.float32)
+        total = total + jnp.where(live[:, j, None], each * weights[:, j, None], jnp.float32(0))
+    return total

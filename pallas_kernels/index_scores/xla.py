@@ -1,0 +1,43 @@
+"""`index_block_scores` and `select_blocks` for any device: a loop over chunks of keys that some query sees."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+KEYS_PER_STEP = 1024
+
+
+def index_block_scores_xla(
+    q: jax.Array, k: jax.Array, positions: jax.Array, *, block_size: int, keys_per_step: int = KEYS_PER_STEP
+) -> jax.Array:
+    slots = k.shape[1]
+    chunk = min(block_size * max(1, keys_per_step // block_size), slots)
+    precision = "highest" if q.dtype == jnp.float32 else None
+
+    def scores_of(start: jax.Array | int) -> jax.Array:
+        keys = lax.dynamic_slice_in_dim(k, start, chunk, axis=1)
+        scores = jnp.einsum("bkni,bsi->bkns", q, keys, preferred_element_type=jnp.float32, precision=precision)
+        visible = (start + jnp.arange(chunk, dtype=jnp.int32))[None, None, None] <= positions[:, :, None, None]
+        scores = jnp.where(visible, scores, -jnp.inf)
+        return scores.reshape(*q.shape[:3], chunk // block_size, block_size).max(-1)
+
+    if chunk == slots:
+        return scores_of(0)
+
+    def step(index: jax.Array, blocks: jax.Array) -> jax.Array:
+        # The last chunk is as long as the others; where it overlaps the one before it finds the same scores again.
+        start = jnp.minimum(index * chunk, slots - chunk)
+        return lax.dynamic_update_slice_in_dim(blocks, scores_of(start), start // block_size, axis=-1)
+
+    seen = jnp.minimum(jnp.max(positions) // chunk + 1, -(-slots // chunk))
+    return lax.fori_loop(0, seen, step, jnp.full((*q.shape[:3], slots // block_size), -jnp.inf, jnp.float32))
+
+
+def select_blocks_xla(scores: jax.Array, positions: jax.Array, *, block_size: int, top_k: int) -> jax.Array:
+    own = (positions // block_size)[:, :, None, None]
+    block = jnp.arange(scores.shape[3], dtype=jnp.int32)[None, None, None]
+    # -1 // block_size is -1: nothing is visible to padding.
+    forced = jnp.where(block == own, jnp.inf, jnp.where(block < own, scores, -jnp.inf))
+    best, kept = lax.top_k(forced, min(top_k, scores.shape[3]))
+    kept = jnp.where(best > -jnp.inf, kept.astype(jnp.int32), -1)
+    return jnp.pad(kept, ((0, 0),) * 3 + ((0, top_k - kept.shape[3]),), constant_values=-1)

@@ -1,0 +1,183 @@
+"""Which kernel, and how it cuts its work, by format, rows and shape of the weight.
+
+The order of implementations and the candidates come from times on an H200 (132 multiprocessors, 4.3 TB/s). An MXFP8
+weight [8192, 6144], in microseconds: 1 row Mosaic 15.6, Triton 17.9; 8 rows 15.9 and 17.8; 64 rows 19.9 and 31.7 (with
+the reorder of x: 16.9, 17.9; 17.3, 17.8; 24.7, 33.4). Among the
+candidates for a number of rows the one with the least estimated time wins: waves of tiles over the multiprocessors,
+each as long as its products or its reads of W and x out of the cache take.
+"""
+
+import dataclasses
+from typing import Literal
+
+from pallas_kernels import _quantized_mosaic, _quantized_triton
+from pallas_kernels._quantized import FORMATS, Format, FormatName
+
+Implementation = Literal["mosaic", "triton"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One way for the Mosaic kernel, before the rows are known.
+
+    Attributes:
+      warpgroups, split: as in its tiling.
+      tokens: most rows of x in a tile; rows are cut evenly into tiles of at most this many.
+      step: inputs of a pipeline step.
+    """
+
+    warpgroups: int
+    tokens: int
+    step: int
+    split: int = 1
+
+    def tiling(self, rows: int, form: Format, inputs: int) -> _quantized_mosaic.Tiling:
+        """The tiling for `rows`, as deep as shared memory allows, or NotImplementedError if not even two stages fit."""
+        tiles = -(-rows // self.tokens)
+        tokens = -(-rows // (8 * tiles)) * 8
+        group = 1 if tiles <= 4 else 8
+        reason = None
+        for stages in range(MOST_STAGES - MOST_STAGES % self.split, 1, -self.split):
+            tiling = _quantized_mosaic.Tiling(
+                tokens=tokens, step=self.step, stages=stages, warpgroups=self.warpgroups, split=self.split,
+                scale_stages=2, group=group,
+            )  # fmt: skip
+            try:
+                _quantized_mosaic.plan(form, tiling, inputs, 64 * self.warpgroups)
+            except NotImplementedError as error:
+                reason = error
+            else:
+                return tiling
+        raise reason or NotImplementedError(f"no pipeline of the Mosaic kernel fits {self}.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Entry:
+    """What to do for a number of rows.
+
+    Attributes:
+      rows: the most rows this entry is for.
+      order: implementations that are faster than XLA, best first.
+      mosaic: candidates, the one that is best where all fill the chip first.
+      triton: tiling; features and splits are for a weight that fills the chip, `choose_triton` fits them to others.
+    """
+
+    rows: int
+    order: tuple[Implementation, ...]
+    mosaic: tuple[Candidate, ...]
+    triton: _quantized_triton.Tiling
+
+    def __post_init__(self) -> None:
+        if self.rows < 1:
+            raise ValueError(f"rows must be at least 1, got {self.rows}.")
+        if not self.order or not set(self.order) <= {"mosaic", "triton"} or len(set(self.order)) != len(self.order):
+            raise ValueError(f'order must name "mosaic" and "triton" at most once each, got {self.order}.')
+        if not self.mosaic:
+            raise ValueError("mosaic must hold at least one candidate, got none.")
+
+
+MOST_STAGES = 8
+# Of one multiprocessor, a clock: what times at 512 rows on an H200 come to where one of the two is the limit.
+PRODUCTS, CACHE_BYTES = 1800, 26.5
+ANY = 2**31
+
+_T = _quantized_triton.Tiling
+_FEW = (Candidate(warpgroups=1, split=4, tokens=16, step=256), Candidate(warpgroups=1, split=2, tokens=16, step=256))
+_SOME = (Candidate(warpgroups=1, split=2, tokens=64, step=128), Candidate(warpgroups=2, tokens=64, step=128))
+_MANY = (
+    Candidate(warpgroups=4, tokens=128, step=128),
+    Candidate(warpgroups=3, tokens=128, step=128),
+    Candidate(warpgroups=2, tokens=128, step=128),
+    Candidate(warpgroups=2, tokens=64, step=128),
+)
+_WIDE = (Candidate(warpgroups=1, split=4, tokens=16, step=512), *_FEW)
+
+TABLE: dict[FormatName, tuple[Entry, ...]] = {
+    "mxfp8": (
+        Entry(rows=8, order=("mosaic", "triton"), mosaic=_FEW, triton=_T(features=64, tokens=8, step=256, stages=5)),
+        Entry(rows=16, order=("mosaic", "triton"), mosaic=_FEW, triton=_T(features=64, tokens=16, step=256)),
+        Entry(rows=32, order=("mosaic", "triton"), mosaic=_SOME, triton=_T(features=64, tokens=32, step=128)),
+        Entry(rows=64, order=("mosaic", "triton"), mosaic=_SOME, triton=_T(features=64, tokens=64, step=128)),
+        Entry(
+            rows=ANY, order=("mosaic", "triton"), mosaic=_MANY,
+            triton=_T(features=128, tokens=128, step=64, warps=8, stages=3),
+        ),
+    ),
+    "nvfp4": (
+        Entry(rows=8, order=("mosaic", "triton"), mosaic=_WIDE, triton=_T(features=64, tokens=8, step=512)),
+        Entry(rows=16, order=("mosaic", "triton"), mosaic=_WIDE, triton=_T(features=64, tokens=16, step=256)),
+        Entry(rows=32, order=("mosaic", "triton"), mosaic=_SOME, triton=_T(features=64, tokens=32, step=128)),
+        Entry(rows=64, order=("mosaic", "triton"), mosaic=_SOME, triton=_T(features=64, tokens=64, step=128)),
+        Entry(
+            rows=ANY, order=("mosaic", "triton"), mosaic=_MANY,
+            triton=_T(features=128, tokens=128, step=64, warps=8, stages=3),
+        ),
+    ),
+}  # fmt: skip
+
+
+def find(form: Format, rows: int) -> Entry:
+    return next(entry for entry in TABLE[form.name] if rows <= entry.rows)
+
+
+def choose_order(form: Format, rows: int, out: int, multiprocessors: int = 132) -> tuple[Implementation, ...]:
+    """Implementations to try before XLA, best first.
+
+    For few rows Mosaic's tiles are 64 output features: where these leave multiprocessors idle, Triton cuts finer.
+    """
+    entry = find(form, rows)
+    tiles = -(-out // 64)
+    filled = tiles / (-(-tiles // multiprocessors) * multiprocessors)
+    if rows <= 8 and filled < 0.9 and "triton" in entry.order:
+        return ("triton", *(name for name in entry.order if name != "triton"))
+    return entry.order
+
+
+def choose_mosaic(
+    form: Format, rows: int, out: int, inputs: int, multiprocessors: int = 132
+) -> _quantized_mosaic.Tiling:
+    """The tiling, or NotImplementedError with the reason why the kernel cannot serve this weight."""
+    if rows < 1:
+        raise NotImplementedError("the Mosaic kernel needs at least one row of x.")
+    fitting, reason = [], None
+    for candidate in find(form, rows).mosaic:
+        try:
+            tiling = candidate.tiling(rows, form, inputs)
+            _quantized_mosaic.plan(form, tiling, inputs, out)
+        except NotImplementedError as error:
+            reason = reason or error
+            continue
+        features = 64 * tiling.warpgroups
+        tiles = out // features * -(-rows // tiling.tokens)
+        read = features / form.per_byte + 2 * tiling.tokens  # bytes for each input
+        clocks = max(features * tiling.tokens / PRODUCTS, read / CACHE_BYTES)
+        fitting.append((-(-tiles // multiprocessors) * clocks, tiling))
+    if not fitting:
+        raise reason or NotImplementedError("the Mosaic kernel has no tiling for this weight.")
+    return min(fitting, key=lambda pair: pair[0])[1]
+
+
+def choose_triton(
+    form: Format, rows: int, out: int, inputs: int, multiprocessors: int = 132
+) -> _quantized_triton.Tiling:
+    """The tiling. A weight of few output features is cut finer, then along its inputs, until there is work for all."""
+    tiling = find(form, rows).triton
+    features, splits = tiling.features, tiling.splits
+    while features > 16 and -(-out // features) * -(-rows // tiling.tokens) < 0.9 * multiprocessors:
+        features //= 2
+    programs = -(-out // features) * -(-rows // tiling.tokens)
+    steps = -(-inputs // tiling.step)
+    while programs * splits < 0.9 * multiprocessors and 2 * splits <= min(16, steps // 2):
+        splits *= 2
+    return dataclasses.replace(tiling, features=features, splits=splits)
+
+
+def all_tilings() -> list[tuple[Format, int, _quantized_mosaic.Tiling, _quantized_triton.Tiling]]:
+    """Every entry of the table with its most rows (4,096 where it has no end), for 6,144 inputs: for tests."""
+    found = []
+    for name, entries in TABLE.items():
+        form = FORMATS[name]
+        for entry in entries:
+            rows = min(entry.rows, 4096)
+            found += [(form, rows, c.tiling(rows, form, 6144), entry.triton) for c in entry.mosaic]
+    return found

@@ -1,0 +1,86 @@
+"""The Triton forms of the attention kernels, run by Triton's interpreter on the CPU.
+
+TRITON_INTERPRET=1 pytest tests/pallas_kernels/test_attention_interpreted.py
+"""
+
+import pytest
+from attention_cases import (
+    GOLDEN_NAMES,
+    RANDOM_TOLERANCE,
+    REFERENCE,
+    Case,
+    assert_close,
+    load_golden,
+    matches_golden,
+    random_case,
+    random_difference,
+)
+from triton_interpreter import interpreted, requires_interpreter
+
+# queries, heads, head size, page, table entries, window, scale
+SHAPES = {
+    "as the model": (8, (16, 1), 64, 64, 16, 200, 0.1),
+    "padded head, small pages": (7, (6, 2), 72, 16, 17, 100, 0.1),
+    "no window, large pages, scale below 0": (3, (4, 2), 64, 128, 8, None, -0.2),
+    "a window of a few": (16, (16, 16), 32, 32, 20, 3, 0.1),
+    "two chunks of queries": (8, (32, 1), 64, 64, 16, 150, -0.2),
+}
+
+
+def decode(case: Case, multiprocessors: int, **changes):
+    from pallas_kernels.windowed_decode.triton import attend
+
+    static = dict(window=case.window, scale=case.scale) | changes
+    with interpreted():
+        return attend(case.q, *case.pages, case.q_start, case.kv_length, **static, multiprocessors=multiprocessors)
+
+
+def block(case: Case, multiprocessors: int, causal: bool):
+    from pallas_kernels.windowed_decode.triton import attend
+
+    static = dict(window=case.window, scale=case.scale, causal=causal, multiprocessors=multiprocessors)
+    with interpreted():
+        return attend(case.q, *case.pages, case.q_start, case.q_start, *case.block, **static)
+
+
+def small(name: str) -> Case:
+    queries, heads, head_dim, page, entries, window, scale = SHAPES[name]
+    starts = [0, 1, 63, 250, 640, 500]
+    lengths = [queries, 1, 63 + queries, 247, 240, 500 + queries]
+    return random_case(
+        5, q_start=starts, kv_length=lengths, queries=queries, heads=heads, head_dim=head_dim, page=page, window=window,
+        table_length=entries, dtype="float16", scale=scale,
+    )  # fmt: skip
+
+
+@requires_interpreter
+@pytest.mark.parametrize("multiprocessors", [1, 9])  # no splits, and many
+@pytest.mark.parametrize("name", SHAPES)
+def test_equals_the_reference(name: str, multiprocessors: int) -> None:
+    case = small(name)
+    static = dict(window=case.window, scale=case.scale)
+    args = (case.q, *case.pages, case.q_start, case.kv_length)
+    assert_close(decode(case, multiprocessors), REFERENCE.decode(*args, **static), "float16")
+    args = (case.q, *case.block, *case.pages, case.q_start)
+    for causal in (False, True):
+        expected = REFERENCE.block(*args, **static, causal=causal)
+        assert_close(block(case, multiprocessors, causal), expected, "float16")
+
+
+@requires_interpreter
+@pytest.mark.parametrize("name", GOLDEN_NAMES[::6])
+def test_golden(name: str) -> None:
+    case, expected = load_golden(name)
+    case = case.astype("float16")
+    assert matches_golden(decode(case, 1), expected["decode"], "float16")
+    assert matches_golden(block(case, 1, False), expected["block"], "float16")
+
+
+@requires_interpreter
+def test_mutants() -> None:
+    case = small("as the model")
+    args = (case.q, *case.pages, case.q_start, case.kv_length)
+    expected, allowed = REFERENCE.decode(*args, window=case.window, scale=case.scale), RANDOM_TOLERANCE["float16"]
+    for wrong in (dict(window=case.window - 1), dict(scale=0.11)):
+        difference = random_difference(decode(case, 1, **wrong), expected)
+        assert difference[0] > allowed[0] or difference[1] > allowed[1], wrong

@@ -1,0 +1,226 @@
+"""The Mosaic form of `grouped_experts` without a GPU: interpreted with race detection, and lowered to CUDA."""
+
+import contextlib
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from experts_cases import BFLOAT16, MISREADINGS, Case, assert_close, choices, describe, oracle, random_case
+
+from pallas_kernels import _mosaic
+from pallas_kernels._quantized import MXFP8, NVFP4, Format
+from pallas_kernels._quantized_mosaic import Tiling
+from pallas_kernels.grouped_experts import mosaic_sm90, mosaic_tuning, routing, tuning
+from pallas_kernels.grouped_experts.problem import Problem
+from pallas_kernels.grouped_experts.stacks import Stack
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*os.fork.*:RuntimeWarning")  # the interpreter's threads, harmless
+
+
+def interpreted(case: Case, tokens: int = 8, races: bool = True) -> jax.Array:
+    problem, arrays = describe(case)
+    tilings = [
+        Tiling(tokens=tokens, step=256, stages=2, warpgroups=w, split=s, scale_stages=2) for w, s in ((2, 1), (1, 2))
+    ]
+    interpret = _mosaic.interpreter(detect_races=races)
+    run = functools.partial(
+        mosaic_sm90.grouped_experts_mosaic, problem=problem, tilings=tuple(tilings), multiprocessors=2,
+        interpret=interpret,
+    )  # fmt: skip
+    return jax.jit(run)(case.x, case.experts, case.weights, *arrays)
+
+
+SIZES = dict(experts=3, hidden=512, inner=512, dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    "kind, down, situation, rows",
+    [
+        ("mxfp8", "mxfp8", "some choices without", 5),
+        ("nvfp4 divide", "nvfp4 multiply", "an expert without rows", 5),
+        pytest.param("mxfp8", "nvfp4 divide", "all rows on the same experts", 9, marks=pytest.mark.slow),
+    ],
+)
+def test_interpreted_equals_the_loop(kind: str, down: str, situation: str, rows: int) -> None:
+    case = random_case(1, choices(situation, 3, rows=rows), kind=kind, down=down, **SIZES)
+    assert_close(interpreted(case), oracle(case), BFLOAT16)
+
+
+def _swiglu_symmetric(monkeypatch: pytest.MonkeyPatch, case: Case) -> Case:
+    right = mosaic_sm90.Swiglu.__call__
+    wrong = lambda self, gate, up: right(self, jnp.maximum(gate, -self.limit), up)  # noqa: E731
+    monkeypatch.setattr(mosaic_sm90.Swiglu, "__call__", wrong)
+    return case
+
+
+def _tiles_shifted(monkeypatch: pytest.MonkeyPatch, case: Case) -> Case:
+    def wrong(*args, **options):
+        right = routing.route(*args, **options)
+        return right._replace(expert=jnp.roll(right.expert, 1))
+
+    monkeypatch.setattr(mosaic_sm90, "route", wrong)
+    return case
+
+
+def _inner_not_reordered(monkeypatch: pytest.MonkeyPatch, case: Case) -> Case:
+    right = mosaic_sm90.reorder
+    monkeypatch.setattr(
+        mosaic_sm90, "reorder", lambda form, x: right(form, x) if x.shape[0] == case.x.shape[0] else x
+    )  # fmt: skip
+    return case
+
+
+def _nothing(monkeypatch: pytest.MonkeyPatch, case: Case) -> Case:
+    return case
+
+
+MUTANTS = [
+    _nothing,
+    _swiglu_symmetric,
+    _tiles_shifted,
+    _inner_not_reordered,
+    *(
+        pytest.param(lambda _, case, misread=misread: misread(case), id=misread.__name__, marks=pytest.mark.slow)
+        for misread, kind in MISREADINGS
+        if kind == "nvfp4 divide"
+    ),
+]
+
+
+@pytest.mark.parametrize("wrong", MUTANTS)
+def test_mutants_are_caught(monkeypatch: pytest.MonkeyPatch, wrong) -> None:
+    sizes = SIZES | dict(hidden=256, inner=512)
+    case = random_case(2, choices("random", 3, rows=3), kind="nvfp4 divide", **sizes)
+    expected = oracle(case)
+    caught = contextlib.nullcontext() if wrong is _nothing else pytest.raises(AssertionError)
+    with caught:
+        assert_close(interpreted(wrong(monkeypatch, case), races=False), expected, BFLOAT16)
+
+
+def abstract(form: Format, experts: int, out: int, into: int) -> Stack:
+    shape = jax.ShapeDtypeStruct
+    codes, scale = (jnp.float8_e4m3fn, jnp.uint8) if form is MXFP8 else (jnp.uint8, jnp.float8_e4m3fn)
+    return Stack(
+        shape((experts, out, form.bytes(into)), codes),
+        shape((experts, out, into // form.block), scale),
+        shape((experts,), jnp.float32),
+    )
+
+
+def real_size(form: Format | None, rows: int, experts: int = 128, hidden: int = 6144, inner: int = 3072) -> Problem:
+    return Problem(
+        rows=rows, choices=4, experts=experts, hidden=hidden, inner=inner, dtype=jnp.dtype(jnp.bfloat16),
+        formats=(form,) * 3, dtypes=(jnp.dtype(jnp.bfloat16),) * 3, alpha=1.702, limit=7.0,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64, 200, 512, 800, 1600, 4096])
+@pytest.mark.parametrize("form", [MXFP8, NVFP4], ids=lambda form: form.name)
+def test_lowers_to_cuda(form: Format, rows: int) -> None:
+    problem = real_size(form, rows)
+    tilings = mosaic_sm90.plan(problem)
+    assert tilings[0].tokens == tilings[1].tokens
+    run = functools.partial(mosaic_sm90.grouped_experts_mosaic, problem=problem, tilings=tilings)
+    shape, p = jax.ShapeDtypeStruct, problem
+    rows_and_choices = (
+        shape((rows, p.hidden), jnp.bfloat16), shape((rows, 4), jnp.int32), shape((rows, 4), jnp.float32)
+    )  # fmt: skip
+    weights = [abstract(form, p.experts, p.inner, p.hidden)] * 2 + [abstract(form, p.experts, p.hidden, p.inner)]
+    text = jax.jit(run).trace(*rows_and_choices, *weights).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("mosaic_gpu") >= 2
+    # The stacks go to the kernels as they are: nothing but a change of shape is between.
+    touched = re.findall(rf"stablehlo\.(\w+) %arg[3-9][^\n]*tensor<{p.experts}x\d+x\d+x", text)
+    assert set(touched) <= {"reshape"}, touched
+
+
+class Hopper:
+    platform, compute_capability, device_kind, core_count = "gpu", "9.0", "H200", 132
+
+
+def test_layers_of_one_size_are_lowered_once() -> None:
+    problem = real_size(MXFP8, 8)
+    shape, p = jax.ShapeDtypeStruct, problem
+    weights = [abstract(MXFP8, p.experts, p.inner, p.hidden)] * 2 + [abstract(MXFP8, p.experts, p.hidden, p.inner)]
+
+    def layers(x, experts, shares, first, second):
+        for layer in (first, second):
+            x = x + mosaic_sm90.build(real_size(MXFP8, 8), Hopper())(x, experts, shares, *layer).astype(x.dtype)
+        return x
+
+    inputs = shape((8, p.hidden), jnp.bfloat16), shape((8, 4), jnp.int32), shape((8, 4), jnp.float32)
+    text = jax.jit(layers).trace(*inputs, weights, weights).lower(lowering_platforms=("cuda",)).as_text()
+    assert len(re.findall(r"custom_call @\w*mosaic_gpu", text)) == 2
+
+
+REFUSED = [
+    (real_size(None, 8), "MXFP8 and NVFP4 stacks; plain ones go through Triton"),
+    (real_size(MXFP8, 8, hidden=128, inner=64), "cannot cut 128 inputs of mxfp8 into copies of 16 bytes"),
+    (real_size(NVFP4, 8, inner=3104), "cuts the output features by 64, got 3104"),
+]
+
+
+@pytest.mark.parametrize("problem, reason", REFUSED)
+def test_refuses_in_words(problem: Problem, reason: str) -> None:
+    with pytest.raises(NotImplementedError, match=re.escape(reason)):
+        mosaic_sm90.plan(problem)
+
+
+# Tuning ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("field, value", [("features", 24), ("step", 8), ("warps", 3), ("stages", 0), ("stages", 9)])
+def test_tuning_is_validated(field: str, value: int) -> None:
+    with pytest.raises(ValueError, match=field):
+        tuning.Tuning(**dict(features=32, step=64, stages=3, warps=4) | {field: value})
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8, 64, 100, 512, 1000, 4096, 100_000])
+@pytest.mark.parametrize("form", [None, MXFP8, NVFP4])
+def test_every_size_has_a_tuning(form: Format | None, rows: int) -> None:
+    problem = real_size(form, rows)
+    tile = tuning.choose_tile(problem)
+    for part, (outputs, inputs) in enumerate([(3072, 6144), (6144, 3072)]):
+        found = tuning.triton_tuning(form, tile, part, outputs, inputs)
+        assert outputs % found.features == 0 and inputs % found.step == 0
+    assert tuning.preferred(problem)[-1] == "xla"
+    # As measured: Triton reads plain stacks, and MXFP8 with few rows, at least as fast as Mosaic.
+    assert (tuning.preferred(problem)[0] == "triton") == (form is None or (form is MXFP8 and rows <= 64))
+
+
+def test_small_sizes_are_cut_or_refused() -> None:
+    found = tuning.triton_tuning(MXFP8, 8, 0, 48, 96)
+    assert (found.features, found.step) == (16, 32)
+    with pytest.raises(NotImplementedError, match="multiple of 16 outputs and of 64 inputs, got \\[48, 96\\]"):
+        tuning.triton_tuning(NVFP4, 8, 0, 48, 96)
+
+
+@pytest.mark.parametrize(
+    "formats, dtype, reason",
+    [
+        ((MXFP8, NVFP4, MXFP8), jnp.bfloat16, "gate and up of one format, got mxfp8 and nvfp4"),
+        ((None, None, None), jnp.float32, "plain stacks of x's dtype float32, got bfloat16"),
+        ((MXFP8, MXFP8, MXFP8), jnp.float16, "takes bfloat16 rows, got float16"),
+    ],
+)
+def test_what_no_kernel_takes(formats: tuple, dtype, reason: str) -> None:
+    problem = dataclasses.replace(real_size(MXFP8, 8), formats=formats, dtype=jnp.dtype(dtype))
+    with pytest.raises(NotImplementedError, match=re.escape(reason)):
+        problem.require_uniform("the kernel")
+
+
+def test_tiles_hold_most_experts_rows() -> None:
+    """A tile that were much smaller than an expert's rows would read its weights again and again."""
+    rng = np.random.default_rng(0)
+    for rows in (8, 64, 512):
+        chosen = np.argsort(rng.normal(size=(rows, 128)))[:, :4]
+        counts = np.bincount(chosen.reshape(-1), minlength=128)
+        for tile in (
+            tuning.choose_tile(real_size(NVFP4, rows)),
+            mosaic_tuning.choose_mosaic_tile(real_size(NVFP4, rows)),
+        ):
+            tiles = -(-counts // tile)
+            assert tiles.sum() <= 1.35 * (counts > 0).sum()

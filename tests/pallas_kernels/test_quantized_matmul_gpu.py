@@ -1,0 +1,233 @@
+"""`quantized_matmul` on an NVIDIA GPU: fresh data, shapes, scales at their limits, transformations.
+
+export XLA_FLAGS=--xla_gpu_autotune_level=0 XLA_PYTHON_CLIENT_PREALLOCATE=false
+pytest -n 12 tests/pallas_kernels/test_quantized_matmul_gpu.py
+"""
+
+import dataclasses
+import functools
+import importlib.util
+import re
+import secrets
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from quantized_matmul_cases import (
+    MX,
+    NV,
+    assert_product,
+    e2m1_values,
+    e4m3_values,
+    mutants,
+    random_weight,
+    random_x,
+)
+
+from pallas_kernels import _quantized
+from pallas_kernels.quantized_matmul import tuning
+from pallas_kernels.quantized_matmul.api import quantized_matmul
+
+
+def on_gpu() -> bool:
+    return jax.default_backend() == "gpu"
+
+
+def hopper() -> bool:
+    return on_gpu() and str(getattr(jax.devices()[0], "compute_capability", "")) == "9.0"
+
+
+needs_gpu = pytest.mark.skipif(not on_gpu(), reason="needs an NVIDIA GPU")
+MOSAIC = pytest.param("mosaic", marks=pytest.mark.skipif(not hopper(), reason="the Mosaic kernels need sm_90"))
+TRITON = pytest.param(
+    "triton",
+    marks=pytest.mark.skipif(
+        not on_gpu() or importlib.util.find_spec("jax_triton") is None, reason="needs an NVIDIA GPU and jax-triton"
+    ),
+)
+XLA = pytest.param("xla", marks=needs_gpu)
+KERNELS = [MOSAIC, TRITON]
+FORMS = ["mxfp8", "nvfp4"]
+
+
+@functools.cache
+def compiled(implementation: str | None):
+    return jax.jit(functools.partial(quantized_matmul, implementation=implementation))
+
+
+def poison(*shape: int) -> None:
+    """Leaves NaN where the next result will probably be allocated: what a kernel does not write shows."""
+    jax.block_until_ready([jnp.full(shape, jnp.nan, jnp.bfloat16) for _ in range(4)])
+
+
+def check(implementation: str | None, x, weight, **options) -> None:
+    poison(*x.shape[:-1], weight.codes.shape[0])
+    assert_product(compiled(implementation)(x, weight), x, weight, **options)
+
+
+@pytest.mark.parametrize("implementation", [*KERNELS, XLA])
+@pytest.mark.parametrize("form, op", [("mxfp8", "multiply"), ("nvfp4", "multiply"), ("nvfp4", "divide")])
+@pytest.mark.parametrize("rows", [1, 7, 8, 9, 17, 64, 65, 200, 512])
+def test_fresh_data(rows: int, form: str, op: str, implementation: str) -> None:
+    seed = secrets.randbits(32)
+    print(f"seed {seed}")
+    check(implementation, random_x(seed, rows, 1536), random_weight(form, seed, 768, 1536, op=op))
+
+
+# out, in, rows; of the model, and of tiles that do not fill the chip
+SHAPES = [(8192, 6144, 3), (6144, 8192, 33), (512, 6144, 8), (6144, 3072, 300), (3072, 1536, 1000), (256, 512, 4096)]
+
+
+@pytest.mark.parametrize("implementation", [*KERNELS, pytest.param(None, marks=needs_gpu)])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "-".join(map(str, s)))
+def test_shapes_of_the_model(shape: tuple, form: str, implementation: str | None) -> None:
+    out, inputs, rows = shape
+    seed = secrets.randbits(32)
+    print(f"seed {seed}")
+    check(implementation, random_x(seed, rows, inputs), random_weight(form, seed, out, inputs))
+
+
+@pytest.mark.parametrize("implementation", [TRITON, pytest.param(None, marks=needs_gpu)])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("shape", [(100, 352, 5), (1, 32, 1), (33, 96, 70), (500, 6176, 9), (1000, 1056, 600)])
+def test_shapes_that_tiles_do_not_divide(shape: tuple, form: str, implementation: str | None) -> None:
+    out, inputs, rows = shape
+    check(implementation, random_x(out, rows, inputs), random_weight(form, out, out, inputs))
+
+
+@pytest.mark.skipif(not hopper(), reason="the Mosaic kernels need sm_90")
+@pytest.mark.parametrize("entry", range(len(tuning.all_tilings())))
+def test_every_mosaic_tiling(entry: int) -> None:
+    from pallas_kernels.quantized_matmul.mosaic_sm90 import quantized_matmul_mosaic
+
+    form, rows, tiling, _ = tuning.all_tilings()[entry]
+    for r in {min(rows, 300), max(1, tiling.tokens - 3)}:
+        out = 64 * tiling.warpgroups * 5
+        weight, x = random_weight(form.name, entry, out, 6144), random_x(entry, r, 6144)
+        parts = _quantized.take_apart(weight)
+        poison(r, out)
+        run = jax.jit(functools.partial(quantized_matmul_mosaic, form=form, tiling=tiling))
+        assert_product(run(x, parts.codes, parts.scale, parts.factor), x, weight)
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize("rows", [1, 64])
+@pytest.mark.parametrize("low, high", [(63, 63), (64, 90), (127, 127), (170, 194), (194, 194)])
+def test_mxfp8_scales_in_the_range_are_exact(low: int, high: int, rows: int, implementation: str) -> None:
+    x = random_x(low, rows, 1536) * jnp.bfloat16(2.0**20 if high < 127 else 1.0)
+    check(implementation, x, random_weight("mxfp8", low, 128, 1536, scales=(low, high)))
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize("rows", [1, 64])
+@pytest.mark.parametrize("low, high", [(0, 1), (1, 62), (40, 62)])
+def test_mxfp8_scales_below_the_range_round(low: int, high: int, rows: int, implementation: str) -> None:
+    x = random_x(low, rows, 1536) * jnp.bfloat16(2.0**20)
+    check(implementation, x, random_weight("mxfp8", low, 128, 1536, scales=(low, high)), tiny=2.0**-74)
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize("rows", [1, 64])
+@pytest.mark.parametrize("byte", [195, 254])
+def test_mxfp8_scales_above_the_range_are_seen(byte: int, rows: int, implementation: str) -> None:
+    weight = random_weight("mxfp8", 1, 128, 1536, plain=True)
+    weight = dataclasses.replace(weight, scale=weight.scale.at[5, 7].set(byte))
+    out = np.asarray(compiled(implementation)(random_x(1, rows, 1536), weight), np.float32)
+    assert not np.isfinite(out[:, 5]).any()
+    assert np.isfinite(np.delete(out, 5, axis=1)).all()
+
+
+def one_hot(inputs: int) -> jax.Array:
+    return jnp.eye(inputs, dtype=jnp.bfloat16)
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize("rows", [8, 512])
+def test_every_mxfp8_code_at_every_place(rows: int, implementation: str) -> None:
+    """x picks inputs one by one: each element of the result is one weight, exactly."""
+    rng = np.random.default_rng(rows)
+    codes = np.array([b for b in range(256) if b & 0x7F != 0x7F], np.uint8)[rng.integers(0, 254, (256, 512))]
+    scale = rng.integers(120, 134, (256, 16)).astype(np.uint8)
+    weight = MX(jnp.asarray(codes.view(ml_dtypes.float8_e4m3fn)), jnp.asarray(scale))
+    expected = e4m3_values(codes) * np.repeat(2.0 ** (scale.astype(float) - 127), 32, axis=1)
+    for start in range(0, 512, rows):
+        out = compiled(implementation)(one_hot(512)[start : start + rows], weight)
+        assert np.array_equal(np.asarray(out, np.float64), expected.T[start : start + rows])
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize("rows", [8, 512])
+@pytest.mark.parametrize("op", ["multiply", "divide"])
+def test_every_nvfp4_scale_at_every_place(op: str, rows: int, implementation: str) -> None:
+    rng = np.random.default_rng(rows)
+    nibbles = rng.integers(0, 16, (256, 512)).astype(np.uint8)
+    scale = np.resize(np.arange(127, dtype=np.uint8), (256, 32))  # zero and subnormal ones too
+    weight = NV(
+        jnp.asarray(nibbles[:, ::2] | nibbles[:, 1::2] << 4), jnp.asarray(scale.view(ml_dtypes.float8_e4m3fn)),
+        jnp.float32(0.25), op,
+    )  # fmt: skip
+    expected = e2m1_values(nibbles) * np.repeat(e4m3_values(scale), 16, axis=1) * (0.25 if op == "multiply" else 4)
+    for start in range(0, 512, rows):
+        out = compiled(implementation)(one_hot(512)[start : start + rows], weight)
+        assert np.array_equal(np.asarray(out, np.float64), expected.T[start : start + rows])
+
+
+@pytest.mark.parametrize("implementation", [*KERNELS, XLA])
+@pytest.mark.parametrize("form", FORMS)
+def test_mutants_are_caught(form: str, implementation: str) -> None:
+    weight, x = random_weight(form, 2, 128, 1536, plain=True), random_x(2, 8, 1536)
+    for mutant in mutants(form):
+        with pytest.raises(AssertionError, match="of the elements are wrong"):
+            assert_product(compiled(implementation)(x, mutant(weight)), x, weight)
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize("form", FORMS)
+def test_zero_weights_give_zero(form: str, implementation: str) -> None:
+    weight, x = random_weight(form, 1, 128, 1536), random_x(1, 8, 1536)
+    weight = dataclasses.replace(weight, codes=jnp.zeros_like(weight.codes))
+    assert not np.asarray(compiled(implementation)(x, weight), np.float32).any()
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize("form", FORMS)
+def test_vmap_and_a_loop(form: str, implementation: str) -> None:
+    weight, x = random_weight(form, 3, 256, 512), random_x(3, 4, 5, 512)
+    run = functools.partial(quantized_matmul, implementation=implementation)
+    out = jax.jit(jax.vmap(run, in_axes=(0, None)))(x, weight)
+    assert_product(out, x, weight)
+    looped = jax.jit(lambda x, w: jax.lax.map(lambda row: run(row, w), x))(x, weight)
+    assert_product(looped, x, weight)
+    stack = random_weight(form, 3, 256, 512, lead=(4,))
+    each = jax.jit(jax.vmap(run))(x, stack)
+    for i in range(4):
+        assert_product(each[i], x[i], jax.tree.map(lambda a, i=i: a[i], stack))
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+def test_a_kernel_has_no_derivative(implementation: str) -> None:
+    weight, x = random_weight("mxfp8", 3, 256, 512), random_x(3, 4, 512)
+    with pytest.raises(NotImplementedError, match=re.escape("differentiate implementation='xla'")):
+        jax.grad(lambda x: quantized_matmul(x, weight, implementation=implementation).astype(jnp.float32).sum())(x)
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_kernels_refuse_other_dtypes_in_words(dtype: str, implementation: str) -> None:
+    weight, x = random_weight("mxfp8", 3, 256, 512), random_x(3, 4, 512, dtype=dtype)
+    with pytest.raises(NotImplementedError, match=f"{implementation}.*got {dtype}"):
+        quantized_matmul(x, weight, implementation=implementation)
+    assert_product(quantized_matmul(x, weight), x, weight)
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize("form", FORMS)
+def test_the_weight_reaches_the_kernel_without_a_copy(form: str, implementation: str) -> None:
+    """Nothing in the compiled program makes an array as large as the weight."""
+    weight, x = random_weight(form, 1, 512, 6144), random_x(1, 8, 6144)
+    text = compiled(implementation).lower(x, weight).compile().as_text()
+    for line in re.findall(r"= (?:u8|f8e4m3fn)\[512,\d+\]\S* (\w[\w-]*)\(", text):
+        assert line in ("parameter", "bitcast", "get-tuple-element"), line
