@@ -16,7 +16,8 @@ class Kernels:
     Attributes:
       linear: `quantized_matmul`, for linears with MXFP8 or NVFP4 weights; others are XLA's in any case.
       experts: `grouped_experts`.
-      attention: attention and block selection of a step. "xla" in the target: loops over the whole cache.
+      attention: attention and block selection of a step; "mosaic" has no block-sparse form and serves dense layers and
+        drafters alone. "xla" in the target: loops over the whole cache.
     """
 
     linear: Implementation | None = None

@@ -64,6 +64,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=256, help="prompts of one run; default 256")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--top-p", type=float, default=0.95)
+    parser.add_argument("--draft-lengths", help="K to measure besides the block size, comma-separated; default all")
     parser.add_argument("--windows", default="16,64", help="short windows to try, comma-separated; default 16,64")
     parser.add_argument(
         "--also",
@@ -102,11 +103,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         drafter.config.check_target(model.target.config)
         variants[name] = ds.Model(target=model.target, drafter=drafter)
     top = model.drafter.config.block_size
-    lengths = sorted({1, top}) if options.quick else list(range(1, top + 1))
+    lengths = draft_lengths(options, top)
     cells = [Cell("as trained", k, d, v, options.top_p) for k in lengths for d, v in RUNS]
     cells += [Cell(name, top, "ancestral", "block", options.top_p) for name in variants if name != "as trained"]
     if options.top_p != 1:  # the law without a filter is what confidence heads are trained on
-        cells.append(Cell("as trained", top, "ancestral", "standard", 1.0))
+        cells += [Cell("as trained", top, "ancestral", v, 1.0) for v in ("block", "standard")]
     programs = compile_all(cells, variants, prompts, seeds, new_tokens, options)
     found: dict[Cell, Measurement] = {}
     print(f"{'variant':<16}{'K':>2} {'draft':<10}{'rule':<9}{'top-p':>6}{'length':>8}{'95 % interval':>17}{'steps':>8}")
@@ -127,10 +128,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             f"{row['mean_acceptance_length']:>8.3f}   [{low:.3f}, {high:.3f}]{row['num_spec_steps']:>8}",
             flush=True,
         )
-    main_cell = Cell("as trained", top, "ancestral", "block", options.top_p)
-    entropy = continuation_entropy(
-        model, prompts, found[main_cell], params_of(main_cell, options), batch_size=min(64, options.batch_size)
-    )
+    entropies = {}
+    for top_p in sorted({options.top_p, 1.0}):
+        cell = Cell("as trained", top, "ancestral", "block", top_p)
+        entropies[f"top_p {top_p:g}"] = continuation_entropy(
+            model, prompts, found[cell], params_of(cell, options), batch_size=min(64, options.batch_size)
+        )
     rows = [dataclasses.asdict(cell) | found[cell].summary() for cell in cells]
     return {
         "command": shlex.join(["python", "examples/acceptance/study.py", *sys.argv[1:]]),
@@ -140,7 +143,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             "jaxlib": jaxlib.__version__,
             "python": sys.version.split()[0],
         },
-        "hardware": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+        "hardware": f"{jax.device_count()} x {jax.devices()[0].device_kind}" + f", {os.cpu_count()} cores" * on_cpu,
         "checkpoint": {"name": layout.record["source"]["name"], "fingerprint": layout.record["source"]["fingerprint"]},
         "settings": {
             "temperature": options.temperature,
@@ -156,7 +159,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             "programs": len(programs),
             "bootstrap": "2000 resamples of prompts, 95 % percentile intervals",
         },
-        "target_entropy_nats": entropy,
+        "target_entropy_nats": entropies,
         "cells": rows,
         "differences": differences(found, lengths, options.top_p, list(variants)),
         "calibration": {
@@ -165,6 +168,16 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             if (m := found[Cell("as trained", top, "ancestral", "standard", p)]).confidence is not None
         },
     }
+
+
+def draft_lengths(options: argparse.Namespace, top: int) -> list[int]:
+    """The K to measure, the block size last."""
+    if options.draft_lengths is None:
+        return sorted({1, top}) if options.quick else list(range(1, top + 1))
+    wanted = {int(k) for k in options.draft_lengths.split(",")}
+    if not wanted <= set(range(1, top + 1)):
+        raise SystemExit(f"--draft-lengths {options.draft_lengths}: each must be from 1 to the block size, {top}")
+    return sorted(wanted | {top})
 
 
 def make_variants(model: ds.Model, windows: list[int]) -> dict[str, ds.Model]:

@@ -1,14 +1,16 @@
 """Times one draft-verify step of the real geometry on one GPU, whole and by part, beside the bytes it has to move.
 
     python tests/benchmarks/step.py [--layers 6] [--batch 1 8 64] [--context 4096 32768] [--weights native|bf16]
+    python tests/benchmarks/step.py --graphs                  # wall time alone, with XLA's command buffers
     python tests/benchmarks/step.py --tiny                    # the same path in a minute on a CPU, wall clock
 
 The target is a slice of the released geometry (one dense layer, the rest MoE), the drafter is the whole released one;
 random weights are made on the device in their storage formats. Acceptance is forced to 2.6 of 7 drafts. Caches are
 filled with random keys instead of a prefill. Times are sums of the CUPTI kernel durations of one call, median of many;
-"wall" is the time from call to call of the whole step. A floor is bytes over the fastest stream that this process
-measured: weights (of the experts that were chosen), the keys and values that the selection or the window names, index
-keys, and logits.
+"wall" is the time from call to call of the whole step. The profiler cannot tell the kernels of a command buffer apart,
+so these are off unless `--graphs` is given, which leaves the kernel times out. A floor is bytes over the fastest
+stream that this process measured: weights (of the experts that were chosen), the keys and values that the selection or
+the window names, index keys, and logits.
 """
 
 import argparse
@@ -16,10 +18,17 @@ import dataclasses
 import functools
 import json
 import math
+import os
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
+# Set before jax is imported; `attention` would turn the search for the best matrix products off.
+GRAPHS = "--graphs" in sys.argv
+os.environ.setdefault("XLA_FLAGS", "" if GRAPHS else "--xla_gpu_enable_command_buffer=")
+
+# ruff: noqa: E402
 import attention as timing
 import jax
 import jax.numpy as jnp
@@ -93,7 +102,6 @@ def parts(model: ds.Model, state: Any, config: ds.GenerateConfig, context: int) 
     t, d = target.config, drafter.config
     plan = Plan.of(model, config)
     drafts, batch = plan.num_drafts, state.anchor.shape[0]
-    rows = batch * (drafts + 1)
     half = jnp.dtype(target.compute_dtype).itemsize
     positions = state.position[:, None] + jnp.arange(drafts + 1, dtype=jnp.int32)[None, :]
     x = random_like(jax.ShapeDtypeStruct((batch, drafts + 1, t.hidden_size), target.compute_dtype), 7)
@@ -258,7 +266,9 @@ def time_step(model: ds.Model, state: Any, config: ds.GenerateConfig, clock: Any
         held[0], committed = ds.step(model, held[0], config=config)
         jax.block_until_ready(committed)
 
-    kernels = clock.microseconds(launch)[1]
+    kernels = math.nan if GRAPHS else clock.microseconds(launch)[1]
+    if GRAPHS:
+        launch(), launch()
     times = []
     for _ in range(steps):
         start = time.perf_counter()
@@ -276,6 +286,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--whole", action="store_true", help="leave out the parts")
+    parser.add_argument("--graphs", action="store_true", help="command buffers on, wall time alone")
     parser.add_argument("--json", help="where to write all figures")
     parser.add_argument("--tiny", action="store_true", help="small widths, for a CPU")
     options = parser.parse_args()
@@ -315,7 +326,7 @@ def run_case(
     config = make(benchmark_forced_acceptance=FORCED)
     state = make_state(model, batch, context, config, params)
     rows, total, floors = [], 0.0, 0.0
-    for part in [] if options.whole else parts(model, state, config, context):
+    for part in [] if options.whole or GRAPHS else parts(model, state, config, context):
         spent, floor = time_part(part, clock), part.nbytes / bandwidth / 1e6
         total, floors = total + part.times * spent, floors + part.times * floor
         print(
