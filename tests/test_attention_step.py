@@ -46,10 +46,13 @@ def test_a_step_equals_the_loop(sparse: bool) -> None:
     assert min(largest_difference(m, expected, positions) for m in mutants) > 1000 * TOLERANCE
 
 
-def test_which_calls_are_steps() -> None:
+def test_which_calls_are_steps(monkeypatch) -> None:
     most = attention.STEP_TOKENS
-    assert attention.is_step(1, Kernels()) and attention.is_step(most, Kernels(attention="triton"))
-    assert not attention.is_step(most + 1, Kernels()) and not attention.is_step(1, Kernels.xla())
+    assert attention.is_step(most, Kernels(attention="triton"))
+    assert not attention.is_step(most + 1, Kernels(attention="triton")) and not attention.is_step(1, Kernels.xla())
+    for backend in ("gpu", "cpu"):
+        monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
+        assert attention.is_step(1, Kernels()) == (backend == "gpu")
 
 
 def test_no_copy_of_the_cache() -> None:

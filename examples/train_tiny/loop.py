@@ -174,7 +174,8 @@ def train(job: Job, state: Tree, log: Log, *, stop_at: float | None = None) -> T
         if planned is None and calls >= 3 and step >= min(o.warmup // 2, 3 * o.steps_per_call):
             speed = (step - since_step) / (now - since)
             fits = wanted if job.minutes is None else step + int((60 * job.minutes * _PLANNED - (now - began)) * speed)
-            planned = max(step, min(wanted, fits))
+            # A slow compilation must not leave a schedule that ends inside its warm-up.
+            planned = max(step, min(wanted, max(fits, 2 * o.warmup)))
             state["planned"] = jax.device_put(jnp.int32(planned), jax.devices()[0])
             log.write(
                 job.name,
