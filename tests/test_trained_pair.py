@@ -28,12 +28,23 @@ RUNS = (("ancestral", "block"), ("ancestral", "standard"), ("greedy", "match"))
 # are one false alarm in 30,000; the rounding of bfloat16 on a GPU, where the study ran, is within them.
 STANDARD_ERRORS = 4
 MOST_BYTES = 12_000_000
-LEAST_LENGTH = 1.0  # TBD-PAIR: 2.5
-LEAST_SAMPLES_THAT_TOKENIZE = 0  # TBD-PAIR: 15, of 20
-MOST_SHUFFLED_THAT_TOKENIZE = 20  # TBD-PAIR: what is seen, and a few more
-LEAST_LOSS_WITHOUT_CONTEXT = -1.0  # TBD-PAIR: half of what is seen
-# Differences of the study whose whole 95 % interval is above 0, at its longest block. TBD-PAIR: those that hold.
-CLAIMS = ("ancestral/block - greedy/match",)
+# At 7 drafts the study found 2.57 with top-p 0.95 and 2.54 without, lower ends of the intervals 2.48 and 2.45: what is
+# below 2.4 would be another pair or another study.
+LEAST_LENGTH = 2.4
+LEAST_STEPS = 3000
+# Of 20. The samples of five seeds passed 79 times of 80, so 14 or fewer of 20 would be another model; shuffled ones
+# passed 36 times of 80, 9 of 20 with a standard deviation of 2.2, and must stay below the bar of the samples.
+LEAST_SAMPLES_THAT_TOKENIZE = 15
+MOST_SHUFFLED_THAT_TOKENIZE = 14
+LEAST_LOSS_WITHOUT_CONTEXT = 0.6  # seen: 1.19 with a standard error of 0.146, and four of these less is 0.61
+# Differences of the study whose whole 95 % interval is above 0, at its longest block. Block and standard rule are
+# compared on the same drafts, further down: the texts of two runs differ, which moves the length by more than the rule.
+CLAIMS = (
+    "ancestral/block - greedy/match",
+    "as trained - causal block",
+    "as trained - Markov zeroed",
+    "as trained - window 16",
+)
 
 
 @pytest.fixture(scope="module")
@@ -220,11 +231,13 @@ def test_the_rules_coincide_for_one_draft(study):
     assert lengths[0] == lengths[1]
 
 
-def test_length_and_size_of_the_study(study):
-    (cell,) = cells(study, RUNS[0])
+@pytest.mark.parametrize("top_p", [0.95, 1.0])
+def test_length_and_size_of_the_study(study, top_p):
+    (cell,) = cells(study, RUNS[0], top_p=top_p)
     low, high = cell["interval"]
     assert low > LEAST_LENGTH
     assert high - low < 0.25
+    assert cell["num_spec_steps"] > LEAST_STEPS
 
 
 @pytest.mark.parametrize("claim", CLAIMS)
@@ -237,6 +250,21 @@ def test_the_order_that_the_study_claims(study, claim):
     ((first,), (second,)) = (named(study, name) for name in claim.split(" - "))
     apart = first["mean_acceptance_length"] - second["mean_acceptance_length"]
     assert difference["mean"] == pytest.approx(apart, abs=1e-3)
+
+
+def test_the_block_rule_gains_on_the_same_drafts(study):
+    gains = []
+    for k in sorted({c["k"] for c in study["cells"]} - {1}):
+        (cell,) = cells(study, RUNS[0], k=k)
+        low, high = cell["expected_block_gain"]["interval"]
+        assert 0 < low <= cell["expected_block_gain"]["mean"] <= high
+        gains.append(cell["expected_block_gain"]["mean"])
+        # The runs of the two rules, with texts of their own, do not contradict it.
+        (apart,) = [
+            d for d in study["differences"] if d["name"] == "ancestral/block - ancestral/standard" and d["k"] == k
+        ]
+        assert apart["interval"][0] < high and low < apart["interval"][1]
+    assert gains == sorted(gains) and len(gains) > 1  # a longer block, more to make good for
 
 
 def named(study: dict, name: str) -> list[dict]:

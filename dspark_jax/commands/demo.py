@@ -16,10 +16,11 @@ from dspark_jax.commands._common import cache_folder, describe, use_compilation_
 from dspark_jax.generate_config import GenerateConfig
 
 BUNDLED = Path(__file__).parent.parent / "assets" / "tiny"
+# None ends with a newline: with the indentation behind it that is one token, and alone it says that none follows.
 _PROMPTS = (
-    "def quicksort(items):\n",
-    "class Reader:\n    def __init__(self, file, encoding=None):\n",
-    "    for name in sorted(os.listdir(path)):\n",
+    'def read_lines(path):\n    """Return the lines of a text file."""\n    with open(path',
+    "class Reader:\n    def __init__(self, file, encoding=None):",
+    "    for name in sorted(os.listdir(path)):",
 )
 _REPEATS = 3
 _NAMES = {"ancestral": "speculative", "none": "plain"}
@@ -87,7 +88,7 @@ def run(options: argparse.Namespace) -> int:
     rates = {c: len(prompts) * options.max_new_tokens / statistics.median(t[1:]) for c, t in seconds.items()}
     print("   ".join(f"{_NAMES[c.draft]} {rate:.0f} tokens/s" for c, rate in rates.items()))
     print(f"speculative / plain on this machine: {rates[speculative] / rates[plain]:.2f}")
-    print(f"\nThe checkpoint is in {folder}; go on with\n  python -m dspark_jax generate {folder} --prompt 'import '")
+    print(f"\nThe checkpoint is in {folder}; go on with\n  python -m dspark_jax generate {folder} --prompt import")
     return 0
 
 

@@ -2,8 +2,10 @@
 
     python examples/acceptance/held_out.py --out examples/acceptance/held_out.jsonl
 
-Each prompt begins at a function or class and ends with a line; it names its file, line and Python version. The
-standard library differs between patch versions, so the prompts are committed and not cut anew.
+Each prompt begins at a function or class and ends with the last character of a line; it names its file, line and
+Python version. The newline is left to the model: with the next line's indentation it is one token, and a newline alone
+says that no indented line follows. The standard library differs between patch versions, so the prompts are committed
+and not cut anew.
 """
 
 import argparse
@@ -60,12 +62,13 @@ def cut(path: str, text: str, tokenizer: tokenizers.Tokenizer) -> list[dict]:
         wanted = SHORTEST + int.from_bytes(digest[:4], "big") % (LONGEST - SHORTEST + 1)
         end, size = start, 0
         while end < len(lines):
-            longer = len(tokenizer.encode("".join(lines[start : end + 1]), add_special_tokens=False).ids)
+            text = "".join(lines[start : end + 1]).rstrip()
+            longer = len(tokenizer.encode(text, add_special_tokens=False).ids)
             if longer > wanted:
                 break
             end, size = end + 1, longer
         if size >= SHORTEST:
-            prompts.append({"file": path, "line": start + 1, "prompt": "".join(lines[start:end])})
+            prompts.append({"file": path, "line": start + 1, "prompt": "".join(lines[start:end]).rstrip()})
             free = end
     return prompts
 
