@@ -172,7 +172,7 @@ def quantize_nvfp4(weight: Float[Array, "*shape"], *, global_scale_op: GlobalSca
 
 
 def _rounded(x: jax.Array) -> jax.Array:
-    """`x`, which XLA must not replace by the wider value it was rounded from (it may drop f32 -> f8 -> f32 otherwise)."""
+    """`x`, which XLA must not replace by the wider value that it was rounded from, as it may in f32 -> f8 -> f32."""
     return lax.optimization_barrier(x)
 
 
