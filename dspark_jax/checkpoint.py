@@ -24,7 +24,7 @@ from dspark_jax.formats import Leaf, MXFP8Array, NVFP4Array, Weight
 from dspark_jax.heads import check_head_tensors
 from dspark_jax.kernels import Kernels
 from dspark_jax.layers import Format
-from dspark_jax.sharding import ShardingRules, default_sharding, weight_sharding
+from dspark_jax.sharding import ShardingRules, check_mesh, default_sharding, weight_sharding
 from dspark_jax.target import MiniMaxTarget
 
 LAYOUT_FILE = "layout.json"
@@ -235,6 +235,7 @@ def _restore[M: nnx.Module](
     if weights not in ("native", "bf16"):
         raise ValueError(f"weights must be 'native' or 'bf16', found {weights!r}")
     if mesh is not None:
+        check_mesh(mesh, rules or ShardingRules())
         # XLA places intermediate values; explicit axes would ask every operation of the model for a sharding.
         mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
     graph, state = nnx.split(abstract)

@@ -92,6 +92,8 @@ class GenerateConfig:
         _one_of("draft", self.draft, DRAFT_METHODS)
         _one_of("verify", self.verify, VERIFY_METHODS)
         _one_of("ragged_verify", self.ragged_verify, ("standard", "block"))
+        if self.draft_attention is not None:
+            _one_of("draft_attention", self.draft_attention, ("mosaic", "triton", "xla"))
         if self.num_draft_tokens is not None:
             _at_least("num_draft_tokens", self.num_draft_tokens, 1, "; use draft='none' to decode without drafts")
         if not _is_number(self.confidence_threshold) or not 0 <= self.confidence_threshold <= 1:

@@ -3,7 +3,7 @@
 import dataclasses
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from dspark_jax.formats import MXFP8Array, NVFP4Array, Weight
 
@@ -49,6 +49,16 @@ class ShardingRules:
         if len(used) != len(set(used)):
             raise ValueError(f"two of the logical axes {axes} map to the same mesh axis in {tuple(physical)}")
         return PartitionSpec(*physical)
+
+
+def check_mesh(mesh: Mesh | AbstractMesh, rules: ShardingRules) -> None:
+    """Raise `ValueError` if the rules use no axis of a mesh of several devices: each would hold all weights."""
+    named = {axis for axis in dataclasses.asdict(rules).values() if axis is not None}
+    if mesh.size > 1 and not named & set(mesh.axis_names):
+        raise ValueError(
+            f"the mesh's axes {tuple(mesh.axis_names)} are none of {sorted(named)}, to which the sharding rules map: "
+            "every device would hold all weights; name an axis 'model', or pass rules"
+        )
 
 
 def weight_sharding(weight: Weight, axes: tuple[str | None, ...], mesh: Mesh, rules: ShardingRules):

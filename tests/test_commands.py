@@ -193,6 +193,7 @@ def test_generate_errors_are_one_line(call, checkpoint, bare, tmp_path):
     assert fails(generate("--prompt", "a", "--top-p", 0), "top_p is 0.0")
     assert fails(generate("--prompt", "a", "--seed", -1), "seed -1 is outside")
     assert fails(generate("--prompt", "a", "--confidence-threshold", 2), "confidence_threshold must be in")
+    assert fails(generate("--prompt", "a", "--prompt", ""), "prompt 1 is empty")
     assert fails(generate("--prompt", "a", "--stop", ""), "stop_strings must be a list of texts that are not empty")
 
 
@@ -288,6 +289,7 @@ def test_evaluate_errors_are_one_line(call, checkpoint, bare, tmp_path):
     for line, message in (
         ('{"text": "a"}', 'prompts.jsonl:2 must be {"prompt": text} or {"tokens": [ids]}'),
         ("[1]", "prompts.jsonl:2 must be"),
+        ('{"tokens": []}', "prompts.jsonl:2 is an empty prompt"),
         ("{", "prompts.jsonl:2 is not valid JSON"),
     ):
         prompts.write_text(f'{{"tokens": [1]}}\n{line}\n')

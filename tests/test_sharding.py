@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 import dspark_jax as ds
 from dspark_jax.formats import MXFP8Array, NVFP4Array
-from dspark_jax.sharding import weight_sharding
+from dspark_jax.sharding import check_mesh, weight_sharding
 
 P = PartitionSpec
 RULES = ds.ShardingRules()
@@ -40,6 +40,13 @@ def test_specs_follow_the_rules(mesh):
 def test_axes_that_the_mesh_lacks_leave_a_dim_whole():
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     assert RULES.spec(("vocab", "embed"), mesh) == P(None, None)
+
+
+def test_a_mesh_that_would_hold_every_weight_everywhere():
+    with pytest.raises(ValueError, match=r"axes \('x',\) are none of \['model'\].*pass rules"):
+        check_mesh(AbstractMesh((2,), ("x",)), ds.ShardingRules())
+    check_mesh(AbstractMesh((2,), ("x",)), ds.ShardingRules(experts="x"))
+    check_mesh(AbstractMesh((1,), ("x",)), ds.ShardingRules())
 
 
 def test_unknown_axes_and_collisions_are_refused(mesh):

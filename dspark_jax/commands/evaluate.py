@@ -144,7 +144,9 @@ def read_prompts(file: Path, checkpoint: Path) -> list[list[int]]:
         try:
             entry = json.loads(line)
         except ValueError as error:
-            raise ValueError(f"{file}:{number} is not valid JSON: {error}") from error
+            raise ValueError(
+                f'{file}:{number} is not valid JSON ({error}); every line is {{"prompt": text}} or {{"tokens": [ids]}}'
+            ) from error
         if isinstance(entry, dict) and isinstance(entry.get("tokens"), list):
             prompts.append(entry["tokens"])
         elif isinstance(entry, dict) and isinstance(entry.get("prompt"), str):
@@ -152,6 +154,8 @@ def read_prompts(file: Path, checkpoint: Path) -> list[list[int]]:
             prompts.append(tokenizer.encode(entry["prompt"]))
         else:
             raise ValueError(f'{file}:{number} must be {{"prompt": text}} or {{"tokens": [ids]}}')
+        if not prompts[-1]:
+            raise ValueError(f"{file}:{number} is an empty prompt; give it some text or remove the line")
     if not prompts:
         raise ValueError(f"{file} holds no prompt")
     return prompts

@@ -92,7 +92,11 @@ def _prompts(options: argparse.Namespace, tokenizer) -> list[list[int]]:
     texts = options.prompt or [options.prompt_file.read_text(encoding="utf-8")]
     if options.chat:
         texts = [tokenizer.chat([{"role": "user", "content": text}]) for text in texts]
-    return [tokenizer.encode(text) for text in texts]
+    prompts = [tokenizer.encode(text) for text in texts]
+    for index, prompt in enumerate(prompts):
+        if not prompt:
+            raise ValueError(f"prompt {index} is empty; give it some text")
+    return prompts
 
 
 def _report(events, options: argparse.Namespace, tokenizer, rows: int) -> int:
