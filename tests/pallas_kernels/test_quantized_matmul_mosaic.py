@@ -12,7 +12,7 @@ from quantized_matmul_cases import assert_product, mutants, random_weight, rando
 from pallas_kernels import _mosaic, _quantized, _quantized_mosaic
 from pallas_kernels._quantized import FORMATS, MXFP8, NVFP4, take_apart
 from pallas_kernels._quantized_mosaic import Swiglu, Tiling, plan, reorder, scale_steps, shared_memory_bytes
-from pallas_kernels.quantized_matmul import tuning
+from pallas_kernels.quantized_matmul import mosaic_sm90, tuning
 from pallas_kernels.quantized_matmul.mosaic_sm90 import quantized_matmul_mosaic
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*os.fork.*:RuntimeWarning")  # the interpreter's threads, harmless
@@ -57,7 +57,7 @@ def test_mutants_are_caught(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for mutant in mutants(form):
         with pytest.raises(AssertionError, match="of the elements are wrong"):
             assert_product(run(x, mutant(weight), **static), x, weight)
-    monkeypatch.setattr("pallas_kernels.quantized_matmul.mosaic_sm90.reorder", lambda form, x: x)
+    monkeypatch.setattr(mosaic_sm90, "reorder", lambda form, x: x)
     with pytest.raises(AssertionError, match="of the elements are wrong"):
         assert_product(run(x, weight, **static), x, weight)
 
