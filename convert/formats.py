@@ -142,7 +142,11 @@ def check_mxfp8_codes(codes: np.ndarray, where: str) -> None:
 
 
 def check_nvfp4_scales(scale: np.ndarray, global_scale: float, where: str) -> None:
-    """Raise on a NaN block scale or a global scale that is not a positive finite number."""
+    """Raise on a NaN or signed block scale or a global scale that is not a positive finite number."""
+    if scale.size and int(scale.view(np.uint8).max()) > 0x7F:
+        raise ConversionError(
+            f"{where} holds a negative block scale or NaN block scale; quantise or download the tensor again"
+        )
     if scale.size and int((scale.view(np.uint8) & 0x7F).max()) == 0x7F:
         raise ConversionError(f"{where} holds a NaN block scale; quantise or download the tensor again")
     if not 0 < global_scale < np.inf:

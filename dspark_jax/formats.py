@@ -1,7 +1,7 @@
 """Weights in the checkpoint's own formats, as pytrees: `MXFP8Array`, `NVFP4Array`, or a plain array.
 
 Every weight is stored [..., out, in], blocks run along the input axis, and `dequantize` is exact in float32 except for
-the one rounding that an arbitrary NVFP4 global scale costs. Layer code calls `linear` and `take_matrix` on any of them
+the one rounding that an arbitrary NVFP4 global scale costs. Layer code calls `linear` on any of them
 and does not know which it has.
 
 Sources: OCP Microscaling Formats (MX) v1.0 for MXFP8; NVIDIA's NVFP4 as the published MiniMax checkpoints use it.
@@ -113,11 +113,6 @@ def linear(
     if isinstance(weight, MXFP8Array | NVFP4Array):
         return quantized_matmul(x, weight, implementation=implementation)
     return jnp.einsum("...i,oi->...o", x, dequantize(weight, x.dtype), precision=precision(x.dtype))
-
-
-def take_matrix(weight: Weight, index: jax.Array) -> Weight:
-    """Matrix `index` (int32 scalar) of a stack [E, out, in], in the stack's own format: only its bytes are read."""
-    return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, keepdims=False), weight)
 
 
 def quantize_mxfp8(weight: Float[Array, "*shape"]) -> MXFP8Array:

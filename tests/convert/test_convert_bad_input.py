@@ -265,6 +265,7 @@ def test_f8_e8m0_scales_are_the_same_bytes(mxfp8, tmp_path):
         ("m3-mxfp8-tiny", "experts.0.w1.weight", b"\x7f", "NaN code"),
         ("m3-mxfp8-tiny", "self_attn.q_proj.weight", b"\xff", "NaN code"),
         ("m31-flash-tiny", "experts.0.w1.weight_scale", b"\x7f", "NaN block scale"),
+        ("m31-flash-tiny", "experts.0.w1.weight_scale", b"\xb8", "negative block scale"),
         ("m31-flash-tiny", "experts.0.w1.weight_global_scale", struct.pack("<f", 0), "global scale 0"),
         ("m31-flash-tiny", "experts.0.w1.weight_global_scale", struct.pack("<f", float("nan")), "global scale nan"),
     ],

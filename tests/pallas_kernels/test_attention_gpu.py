@@ -8,7 +8,6 @@ Without the first variable XLA tries many ways to multiply the matrices of each 
 """
 
 import dataclasses
-import importlib.util
 import os
 import re
 import secrets
@@ -34,27 +33,10 @@ from attention_cases import (
     random_case,
     repaged,
 )
+from gpu_marks import MOSAIC, TRITON, XLA, needs_gpu
 
 from pallas_kernels import block_attention, merge_future_block, windowed_decode
 
-
-def on_gpu() -> bool:
-    return jax.default_backend() == "gpu"
-
-
-def hopper() -> bool:
-    return on_gpu() and str(getattr(jax.devices()[0], "compute_capability", "")) == "9.0"
-
-
-needs_gpu = pytest.mark.skipif(not on_gpu(), reason="needs an NVIDIA GPU")
-MOSAIC = pytest.param("mosaic", marks=pytest.mark.skipif(not hopper(), reason="the Mosaic kernels need sm_90"))
-TRITON = pytest.param(
-    "triton",
-    marks=pytest.mark.skipif(
-        not on_gpu() or importlib.util.find_spec("jax_triton") is None, reason="needs an NVIDIA GPU and jax-triton"
-    ),
-)
-XLA = pytest.param("xla", marks=needs_gpu)
 KERNELS = [MOSAIC, TRITON]
 
 

@@ -6,7 +6,6 @@ pytest -n 8 -o addopts= tests/pallas_kernels/test_block_sparse_gpu.py
 
 import dataclasses
 import functools
-import importlib.util
 import secrets
 
 import jax
@@ -14,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import assert_close, random_difference
+from gpu_marks import TRITON, XLA, needs_gpu
 from sparse_cases import (
     SCORE_TOLERANCE,
     Case,
@@ -31,19 +31,7 @@ from pallas_kernels.block_sparse_decode.reference import block_sparse_decode_ref
 from pallas_kernels.index_scores.api import index_block_scores, select_blocks
 from pallas_kernels.index_scores.reference import index_block_scores_reference
 
-
-def on_gpu() -> bool:
-    return jax.default_backend() == "gpu"
-
-
-needs_gpu = pytest.mark.skipif(not on_gpu(), reason="needs an NVIDIA GPU")
-TRITON = pytest.param(
-    "triton",
-    marks=pytest.mark.skipif(
-        not on_gpu() or importlib.util.find_spec("jax_triton") is None, reason="needs an NVIDIA GPU and jax-triton"
-    ),
-)
-ALL = [TRITON, pytest.param("xla", marks=needs_gpu)]
+ALL = [TRITON, XLA]
 FRESH = secrets.randbits(24)  # printed by a failing assertion
 
 SHAPES = {

@@ -8,7 +8,6 @@ Without the first variable XLA tries many ways to multiply the matrices of each 
 
 import dataclasses
 import functools
-import importlib.util
 import re
 import secrets
 from typing import Any
@@ -30,25 +29,11 @@ from experts_cases import (
     oracle,
     random_case,
 )
+from gpu_marks import MARKS, needs_gpu
 
 from pallas_kernels.grouped_experts.api import grouped_experts
 from pallas_kernels.grouped_experts.reference import grouped_experts_reference
 
-
-def on_gpu() -> bool:
-    return jax.default_backend() == "gpu"
-
-
-def hopper() -> bool:
-    return on_gpu() and str(getattr(jax.devices()[0], "compute_capability", "")) == "9.0"
-
-
-needs_gpu = pytest.mark.skipif(not on_gpu(), reason="needs an NVIDIA GPU")
-needs_sm90 = pytest.mark.skipif(not hopper(), reason="the Mosaic kernels need sm_90")
-needs_triton = pytest.mark.skipif(
-    not on_gpu() or importlib.util.find_spec("jax_triton") is None, reason="needs an NVIDIA GPU and jax-triton"
-)
-MARKS = {"mosaic": needs_sm90, "triton": needs_triton, "xla": needs_gpu}
 # Mosaic has no form for plain stacks.
 EVERY = [
     pytest.param(name, kind, marks=MARKS[name])

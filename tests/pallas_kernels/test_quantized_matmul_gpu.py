@@ -6,7 +6,6 @@ pytest -n 12 tests/pallas_kernels/test_quantized_matmul_gpu.py
 
 import dataclasses
 import functools
-import importlib.util
 import re
 import secrets
 
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from gpu_marks import MOSAIC, TRITON, XLA, needs_gpu, needs_sm90
 from quantized_matmul_cases import (
     MX,
     NV,
@@ -30,24 +30,6 @@ from pallas_kernels import _quantized
 from pallas_kernels.quantized_matmul import tuning
 from pallas_kernels.quantized_matmul.api import quantized_matmul
 
-
-def on_gpu() -> bool:
-    return jax.default_backend() == "gpu"
-
-
-def hopper() -> bool:
-    return on_gpu() and str(getattr(jax.devices()[0], "compute_capability", "")) == "9.0"
-
-
-needs_gpu = pytest.mark.skipif(not on_gpu(), reason="needs an NVIDIA GPU")
-MOSAIC = pytest.param("mosaic", marks=pytest.mark.skipif(not hopper(), reason="the Mosaic kernels need sm_90"))
-TRITON = pytest.param(
-    "triton",
-    marks=pytest.mark.skipif(
-        not on_gpu() or importlib.util.find_spec("jax_triton") is None, reason="needs an NVIDIA GPU and jax-triton"
-    ),
-)
-XLA = pytest.param("xla", marks=needs_gpu)
 KERNELS = [MOSAIC, TRITON]
 FORMS = ["mxfp8", "nvfp4"]
 
@@ -98,7 +80,7 @@ def test_shapes_that_tiles_do_not_divide(shape: tuple, form: str, implementation
     check(implementation, random_x(out, rows, inputs), random_weight(form, out, out, inputs))
 
 
-@pytest.mark.skipif(not hopper(), reason="the Mosaic kernels need sm_90")
+@needs_sm90
 @pytest.mark.parametrize("entry", range(len(tuning.all_tilings())))
 def test_every_mosaic_tiling(entry: int) -> None:
     from pallas_kernels.quantized_matmul.mosaic_sm90 import quantized_matmul_mosaic
