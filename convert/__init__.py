@@ -1,1 +1,1 @@
-"""Checkpoint conversion: published safetensors to the Orbax layout that `dspark_jax.load` reads."""
+"""Checkpoint conversion: published safetensors to the Orbax layout that `dspark_jax.load` reads, and back."""

@@ -6,6 +6,7 @@ low nibble is the even column.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Literal
 
@@ -36,6 +37,22 @@ class Format:
 
 
 BF16_FORMAT, F32_FORMAT = Format("bf16"), Format("f32")
+
+
+def array_sizes(format: Format, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], int]]:
+    """Name -> shape and bytes of the arrays that hold a weight of logical `shape`; the name "" is a dense array."""
+    lead, values = shape[:-1], math.prod(shape)
+    match format.name:
+        case "bf16":
+            return {"": (shape, 2 * values)}
+        case "f32":
+            return {"": (shape, 4 * values)}
+        case "mxfp8":
+            scale = ((*lead, shape[-1] // MX_BLOCK), values // MX_BLOCK)
+            return {"codes": (shape, values), "scale": scale}
+    scale = ((*lead, shape[-1] // NV_BLOCK), values // NV_BLOCK)
+    codes = ((*lead, shape[-1] // 2), values // 2)
+    return {"codes": codes, "scale": scale, "global_scale": (shape[:-2], 4 * math.prod(shape[:-2]))}
 
 
 def detect(source: Checkpoint, module: str, tensors: Mapping[str, str], parameter: Parameter) -> Format:

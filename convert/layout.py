@@ -20,6 +20,10 @@ def array_entries(plan: Plan) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         entry["source"] = source_pattern(leaf)
         if leaf.stored != leaf.format:
             entry["source_format"] = leaf.stored.name
+        elif leaf.widened:
+            entry["source_format"] = "bf16"
+        elif leaf.format.name == "mxfp8" and leaf.scale_dtype != "U8":
+            entry["scale_dtype"] = leaf.scale_dtype
         arrays[leaf.path] = entry
     skipped = [
         {"names": pattern, "count": count, "reason": reason} for (pattern, reason), (count, _) in plan.skipped.items()

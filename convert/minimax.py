@@ -22,7 +22,8 @@ from convert.layout import describe_plan
 from convert.sizes import parse_bytes
 
 
-def _size(text: str) -> int:
+def size_argument(text: str) -> int:
+    """A size of the command line in bytes."""
     try:
         return parse_bytes(text)
     except ValueError as e:
@@ -51,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument(
         "--max-memory",
-        type=_size,
+        type=size_argument,
         default="8GiB",
         metavar="SIZE",
         help="bound on anonymous memory; bigger stacks of experts are split (default: 8GiB)",

@@ -1,7 +1,8 @@
-"""One table: names of published tensors -> paths of the parameters of this library.
+"""One table: names of published tensors <-> paths of the parameters of this library.
 
 A tensor name is a module and a suffix (`.weight`, `.weight_scale_inv`, ...). Skipped names are looked up first, on the
-whole name: an MTP tensor holds `layers.0` too and must not be read as layer 0 of the model.
+whole name: an MTP tensor holds `layers.0` too and must not be read as layer 0 of the model. Every row reads several
+spellings (`place`) and writes one of them (`published`).
 """
 
 import dataclasses
@@ -36,47 +37,101 @@ _DRAFT = r"(?:(?:language_model\.)?model\.dspark\.)?"
 _DRAFT_LAYER = _DRAFT + r"layers\.(?P<layer>\d{1,6})\.(?:decoder_layer\.)?"
 _EXPERT = r"block_sparse_moe\.experts\.(?P<expert>\d{1,6})\."
 
-# Module of a tensor -> module of a parameter. Groups: layer, expert (stacked along a new first axis), name.
-TARGET_MODULES: tuple[tuple[str, str], ...] = (
-    (_TARGET + r"embed_tokens", "target/embed_tokens"),
-    (_TARGET + r"norm", "target/norm"),
-    (r"(?:language_model\.)?lm_head", "target/lm_head"),
-    (_LAYER + r"input_layernorm", "target/layers/{layer}/input_norm"),
-    (_LAYER + r"post_attention_layernorm", "target/layers/{layer}/post_attention_norm"),
-    (_LAYER + r"self_attn\.(?P<name>[qkvo]_proj|[qk]_norm)", "target/layers/{layer}/attention/{name}"),
-    (_LAYER + r"self_attn\.index_(?P<name>[qk]_(?:proj|norm))", "target/layers/{layer}/attention/indexer/{name}"),
-    (_LAYER + r"mlp\.(?P<name>(?:gate|up|down)_proj)", "target/layers/{layer}/mlp/{name}"),
-    (_LAYER + r"block_sparse_moe\.gate", "target/layers/{layer}/moe/router"),
-    (_LAYER + _EXPERT + r"w1", "target/layers/{layer}/moe/experts/gate_proj"),
-    (_LAYER + _EXPERT + r"w3", "target/layers/{layer}/moe/experts/up_proj"),
-    (_LAYER + _EXPERT + r"w2", "target/layers/{layer}/moe/experts/down_proj"),
+_OUT = "language_model.model."
+_OUT_LAYER = _OUT + "layers.{layer}."
+_OUT_DRAFT = _OUT + "dspark."
+_OUT_DRAFT_LAYER = _OUT_DRAFT + "layers.{layer}.decoder_layer."
+_OUT_EXPERT = _OUT_LAYER + "block_sparse_moe.experts.{expert}."
+
+# Module of a tensor as read, module of a parameter, module of a tensor as written.
+# Groups: layer, expert (stacked along a new first axis), name.
+TARGET_MODULES: tuple[tuple[str, str, str], ...] = (
+    (_TARGET + r"embed_tokens", "target/embed_tokens", _OUT + "embed_tokens"),
+    (_TARGET + r"norm", "target/norm", _OUT + "norm"),
+    (r"(?:language_model\.)?lm_head", "target/lm_head", "language_model.lm_head"),
+    (_LAYER + r"input_layernorm", "target/layers/{layer}/input_norm", _OUT_LAYER + "input_layernorm"),
+    (
+        _LAYER + r"post_attention_layernorm",
+        "target/layers/{layer}/post_attention_norm",
+        _OUT_LAYER + "post_attention_layernorm",
+    ),
+    (
+        _LAYER + r"self_attn\.(?P<name>[qkvo]_proj|[qk]_norm)",
+        "target/layers/{layer}/attention/{name}",
+        _OUT_LAYER + "self_attn.{name}",
+    ),
+    (
+        _LAYER + r"self_attn\.index_(?P<name>[qk]_(?:proj|norm))",
+        "target/layers/{layer}/attention/indexer/{name}",
+        _OUT_LAYER + "self_attn.index_{name}",
+    ),
+    (
+        _LAYER + r"mlp\.(?P<name>(?:gate|up|down)_proj)",
+        "target/layers/{layer}/mlp/{name}",
+        _OUT_LAYER + "mlp.{name}",
+    ),
+    (_LAYER + r"block_sparse_moe\.gate", "target/layers/{layer}/moe/router", _OUT_LAYER + "block_sparse_moe.gate"),
+    (_LAYER + _EXPERT + r"w1", "target/layers/{layer}/moe/experts/gate_proj", _OUT_EXPERT + "w1"),
+    (_LAYER + _EXPERT + r"w3", "target/layers/{layer}/moe/experts/up_proj", _OUT_EXPERT + "w3"),
+    (_LAYER + _EXPERT + r"w2", "target/layers/{layer}/moe/experts/down_proj", _OUT_EXPERT + "w2"),
     (
         _LAYER + r"block_sparse_moe\.shared_experts\.(?P<name>(?:gate|up|down)_proj)",
         "target/layers/{layer}/moe/shared_expert/{name}",
+        _OUT_LAYER + "block_sparse_moe.shared_experts.{name}",
     ),
 )
-DRAFTER_MODULES: tuple[tuple[str, str], ...] = (
-    (r"embed_tokens", "drafter/embed_tokens"),
-    (r"lm_head", "drafter/lm_head"),
-    (_DRAFT + r"fc", "drafter/fc"),
-    (_DRAFT + r"hidden_norm", "drafter/hidden_norm"),
-    (_DRAFT + r"(?:final_)?norm", "drafter/norm"),
-    (_DRAFT_LAYER + r"input_layernorm", "drafter/layers/{layer}/input_norm"),
-    (_DRAFT_LAYER + r"post_attention_layernorm", "drafter/layers/{layer}/post_attention_norm"),
-    (_DRAFT_LAYER + r"self_attn\.(?P<name>[qkvo]_proj|[qk]_norm)", "drafter/layers/{layer}/attention/{name}"),
-    (_DRAFT_LAYER + r"mlp\.(?P<name>(?:gate|up|down)_proj)", "drafter/layers/{layer}/mlp/{name}"),
-    (_DRAFT + r"(?:markov_head\.)?markov_(?P<name>w[12])", "drafter/markov_head/{name}"),
-    (_DRAFT + r"markov_head\.(?P<name>gate_proj|joint_proj)", "drafter/markov_head/{name}"),
-    (_DRAFT + r"(?:confidence_head\.proj|confidence_proj)", "drafter/confidence_head"),
+DRAFTER_MODULES: tuple[tuple[str, str, str], ...] = (
+    # A target's drafter has neither; one of its own keeps them without a prefix.
+    (r"embed_tokens", "drafter/embed_tokens", "embed_tokens"),
+    (r"lm_head", "drafter/lm_head", "lm_head"),
+    (_DRAFT + r"fc", "drafter/fc", _OUT_DRAFT + "fc"),
+    (_DRAFT + r"hidden_norm", "drafter/hidden_norm", _OUT_DRAFT + "hidden_norm"),
+    (_DRAFT + r"(?:final_)?norm", "drafter/norm", _OUT_DRAFT + "final_norm"),
+    (_DRAFT_LAYER + r"input_layernorm", "drafter/layers/{layer}/input_norm", _OUT_DRAFT_LAYER + "input_layernorm"),
+    (
+        _DRAFT_LAYER + r"post_attention_layernorm",
+        "drafter/layers/{layer}/post_attention_norm",
+        _OUT_DRAFT_LAYER + "post_attention_layernorm",
+    ),
+    (
+        _DRAFT_LAYER + r"self_attn\.(?P<name>[qkvo]_proj|[qk]_norm)",
+        "drafter/layers/{layer}/attention/{name}",
+        _OUT_DRAFT_LAYER + "self_attn.{name}",
+    ),
+    (
+        _DRAFT_LAYER + r"mlp\.(?P<name>(?:gate|up|down)_proj)",
+        "drafter/layers/{layer}/mlp/{name}",
+        _OUT_DRAFT_LAYER + "mlp.{name}",
+    ),
+    (
+        _DRAFT + r"(?:markov_head\.)?markov_(?P<name>w[12])",
+        "drafter/markov_head/{name}",
+        _OUT_DRAFT + "markov_head.markov_{name}",
+    ),
+    (
+        _DRAFT + r"markov_head\.(?P<name>gate_proj|joint_proj)",
+        "drafter/markov_head/{name}",
+        _OUT_DRAFT + "markov_head.{name}",
+    ),
+    (
+        _DRAFT + r"(?:confidence_head\.proj|confidence_proj)",
+        "drafter/confidence_head",
+        _OUT_DRAFT + "confidence_head.proj",
+    ),
 )
 # The one parameter whose tensor has no suffix.
 _ROUTER_BIAS = re.compile(_LAYER + r"block_sparse_moe\.e_score_correction_bias")
+_OUT_ROUTER_BIAS = _OUT_LAYER + "block_sparse_moe.e_score_correction_bias"
 
 _SKIPPED = tuple((re.compile(p), reason) for p, reason in SKIPPED)
 _MODULES = {
-    "target": tuple((re.compile(p), path) for p, path in TARGET_MODULES),
-    "drafter": tuple((re.compile(p), path) for p, path in DRAFTER_MODULES),
+    part: tuple((re.compile(p), path) for p, path, _ in table)
+    for part, table in (("target", TARGET_MODULES), ("drafter", DRAFTER_MODULES))
 }
+_PATHS = tuple(
+    (re.compile(re.sub(r"\{(\w+)\}", r"(?P<\1>\\w+)", path)), re.compile(pattern), written)
+    for pattern, path, written in (*TARGET_MODULES, *DRAFTER_MODULES)
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -108,3 +163,25 @@ def place(name: str, part: str) -> Placed | None:
             expert = groups.get("expert")
             return Placed(path.format(**groups), suffix, None if expert is None else int(expert))
     return None
+
+
+def published(path: str, *, expert: int | None = None) -> str:
+    """Name of a parameter's tensor as it is written, the inverse of `place`.
+
+    Args:
+      path: path of a parameter, `target/layers/3/attention/q_proj/weight`.
+      expert: index in a stack of experts.
+
+    Raises:
+      ValueError: no published tensor belongs to the path.
+    """
+    module, _, suffix = path.rpartition("/")
+    for pattern, read, written in _PATHS:
+        if suffix in ("weight", "bias") and (match := pattern.fullmatch(module)):
+            name = written.format(**match.groupdict(), expert=0 if expert is None else expert)
+            if not read.fullmatch(name) or (expert is None) == ("{expert}" in written):
+                continue
+            if module.endswith("/moe/router") and suffix == "bias":
+                return _OUT_ROUTER_BIAS.format(**match.groupdict())
+            return f"{name}.{suffix}"
+    raise ValueError(f"{path} has no name in the published layout")

@@ -56,20 +56,7 @@ class Leaf:
     def array_sizes(self, experts: int) -> dict[str, tuple[tuple[int, ...], int]]:
         """Name -> shape and bytes of the stored arrays of so many experts; the name "" is a dense array."""
         shape = (experts, *self.parameter.shape[1:]) if self.stacked else self.parameter.shape
-        lead, values = shape[:-1], math.prod(shape)
-        match self.format.name:
-            case "bf16":
-                return {"": (shape, 2 * values)}
-            case "f32":
-                return {"": (shape, 4 * values)}
-            case "mxfp8":
-                block = formats.MX_BLOCK
-                scale = ((*lead, shape[-1] // block), values // block)
-                return {"codes": (shape, values), "scale": scale}
-        block = formats.NV_BLOCK
-        scale = ((*lead, shape[-1] // block), values // block)
-        codes = ((*lead, shape[-1] // 2), values // 2)
-        return {"codes": codes, "scale": scale, "global_scale": (shape[:-2], 4 * math.prod(shape[:-2]))}
+        return formats.array_sizes(self.format, shape)
 
     def nbytes(self, experts: int | None = None) -> int:
         return sum(n for _, n in self.array_sizes(self.rows if experts is None else experts).values())
@@ -86,6 +73,11 @@ class Leaf:
     @property
     def widened(self) -> bool:
         return self.format.name == "f32" and self.source.tensors[self.name(0)].dtype != "F32"
+
+    @property
+    def scale_dtype(self) -> str:
+        """Of the MXFP8 scales in the source; the bytes are the same."""
+        return self.source.tensors[self.tensors[0]["weight_scale_inv"]].dtype
 
     def name(self, expert: int) -> str:
         """The tensor with the values themselves (codes or dense)."""

@@ -19,6 +19,7 @@ from dspark_jax.config import DRAFTER_ARCHITECTURES, ConfigError, DrafterConfig,
 SIDECARS = (
     "config.json",
     "generation_config.json",
+    "hf_quant_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",

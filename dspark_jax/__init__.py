@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from dspark_jax._version import __version__
 
 if TYPE_CHECKING:
-    from dspark_jax.checkpoint import CheckpointError, Layout, Model, load, load_drafter
+    from dspark_jax.checkpoint import CheckpointError, Layout, Model, load, load_drafter, save
     from dspark_jax.config import ConfigError, DrafterConfig, TargetConfig
     from dspark_jax.drafter import DSparkDrafter
     from dspark_jax.generate_config import FinishReason, GenerateConfig
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _PUBLIC = {
     name: module
     for module, names in {
-        "checkpoint": "CheckpointError Layout Model load load_drafter",
+        "checkpoint": "CheckpointError Layout Model load load_drafter save",
         "config": "ConfigError DrafterConfig TargetConfig",
         "drafter": "DSparkDrafter",
         "generation": "generate prefill step target_logits",
@@ -87,6 +87,7 @@ __all__ = [
     "pad_prompts",
     "prefill",
     "request_keys",
+    "save",
     "step",
     "stream",
     "target_logits",
