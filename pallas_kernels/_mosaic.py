@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import fragmented_array
+from jax.experimental.mosaic.gpu import utils as mosaic_utils
 from jax.experimental.pallas import mosaic_gpu
 
 from pallas_kernels import _dispatch
@@ -121,6 +123,37 @@ def load_global(ref: Any, axes: int) -> jax.Array:
 def load_shared(ref: Any, axes: int) -> jax.Array:
     """The same from shared memory."""
     return plgpu.load(ref, layout=Layout.WGMMA if axes == 2 else Layout.WGMMA.reduce(1))
+
+
+def store_pieces(ref: Any, x: jax.Array, interpret: Any) -> None:
+    """x [64, D], laid out like an accumulator, to ref [D / 8, 64, 8] in global memory."""
+    if interpret is not None:  # the interpreter takes no inlined code
+        for i in range(ref.shape[0]):
+            ref[i] = x[:, 8 * i : 8 * (i + 1)]
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), Layout.WGMMA))
+    def store(_: Any, ref: Any, x: Any) -> None:
+        x.store_tiled(mosaic_utils.memref_unsqueeze(ref, 0), swizzle=16, optimized=False)
+
+    store(ref, x)
+
+
+def load_pieces(ref: Any, interpret: Any) -> jax.Array:
+    """The reverse of `store_pieces`."""
+    if interpret is not None:
+        return jnp.concatenate([ref[i] for i in range(ref.shape[0])], axis=1)
+    shape = (ref.shape[1], ref.shape[0] * ref.shape[2])
+    result = plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=Layout.WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
+    def load(_: Any, ref: Any) -> Any:
+        tiles = mosaic_utils.memref_unsqueeze(ref, 0)
+        return fragmented_array.FragmentedArray.load_tiled(
+            tiles, swizzle=16, layout=Layout.WGMMA.to_mgpu(), optimized=False
+        )
+
+    return cast(jax.Array, load(ref))
 
 
 def dot_transposed(a: Any, b: Any, meanwhile: Callable[[], None] = lambda: None) -> jax.Array:

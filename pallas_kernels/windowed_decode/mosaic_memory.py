@@ -26,7 +26,7 @@ class Share:
         self.block_keys_here = self.split == tuning.splits - 1
 
     def locate(self) -> None:
-        """The tiles [first, first + count) of this split, and what the queries of this chunk can see."""
+        """The keys [start, stop) of this split in `count` tiles, and what the queries of this chunk can see."""
         p, tile, splits = self.p, self.t.tile, jnp.int32(self.t.splits)
         per_chunk = p.queries_per_warpgroup * p.warpgroups
         self.q_first = self.g["q_start"][self.row] + self.chunk * per_chunk
@@ -34,10 +34,14 @@ class Share:
         self.q_end = self.q_first + jnp.minimum(p.queries - self.chunk * per_chunk, per_chunk)
         self.begin = jnp.maximum(self.q_first - (p.reach - 1), 0)
         self.end = jnp.minimum(self.length, self.q_end)
-        first = lax.div(self.begin, jnp.int32(tile))
-        count = jnp.maximum(lax.div(self.end + (tile - 1), jnp.int32(tile)) - first, 0)
-        self.first = first + lax.div(count * self.split, splits)
-        self.count = first + lax.div(count * (self.split + 1), splits) - self.first
+        unit = jnp.int32(p.cut(self.t))
+        first = lax.div(self.begin, unit)
+        count = jnp.maximum(lax.div(self.end + (unit - 1), unit) - first, 0)
+        here, next_split = (first + lax.div(count * i, splits) for i in (self.split, self.split + 1))
+        self.start, self.stop = here * unit, next_split * unit
+        self.count = lax.div(self.stop - self.start + (tile - 1), jnp.int32(tile))
+        # Tiles of splits that are cut within tiles reach into the next split.
+        self.limit = self.length if p.cut(self.t) == tile else jnp.minimum(self.length, self.stop)
 
     def slot(self, step: Any) -> Any:
         return lax.rem(step, jnp.int32(self.t.stages))
@@ -53,7 +57,8 @@ class Memory(Share):
             for start in range(0, p.table_entries, TABLE_PIECE):
                 piece = min(TABLE_PIECE, p.table_entries - start)
                 source = g["table"].at[gpu.ds(self.row * p.entries + start, piece)]
-                gpu.copy_to_shared(source, s["table"].at[gpu.ds(start, piece)], s["table_ready"])
+                copy = gpu.copy_within if self.t.table == "plain" else gpu.copy_to_shared
+                copy(source, s["table"].at[gpu.ds(start, piece)], s["table_ready"])
         if p.block:
 
             @gpu.when(self.block_keys_here)
@@ -83,13 +88,14 @@ class Memory(Share):
                 gpu.barrier_wait(s["v_free"].at[self.slot(step)])
 
     def position(self, step: Any, piece: int) -> Any:
-        return (self.first + step) * self.t.tile + piece * self.p.page
+        return self.start + step * self.t.tile + piece * self.p.page
 
     def pages(self, step: Any) -> tuple[Any, ...]:
         """Ids of the pages of a tile. A page without a visible key is not read: the nearest one that has some takes
         its place, and the mask hides it."""
         p, page_size = self.p, jnp.int32(self.p.page)
-        oldest, newest = lax.div(self.begin, page_size), lax.div(self.end - 1, page_size)
+        end = self.end if p.cut(self.t) == self.t.tile else jnp.minimum(self.end, self.stop)
+        oldest, newest = lax.div(self.begin, page_size), lax.div(end - 1, page_size)
 
         def look_up(piece: int) -> Any:
             page = jnp.clip(lax.div(self.position(step, piece), page_size), oldest, newest)

@@ -48,6 +48,11 @@ class Problem:
         """Pages that a tile is copied from."""
         return max(tile // self.page, 1)
 
+    def cut(self, tuning: Tuning) -> int:
+        """Keys between which splits are cut."""
+        half = tuning.tile // 2
+        return half if tuning.cut == "half" and self.page <= half else tuning.tile
+
     @property
     def table_entries(self) -> int:
         """Entries of the page table that are copied to shared memory; 0: they are read where they are.

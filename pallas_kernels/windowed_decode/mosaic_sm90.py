@@ -16,7 +16,7 @@ from pallas_kernels import _dispatch
 from pallas_kernels import _mosaic as gpu
 from pallas_kernels import _mosaic_softmax as softmax
 from pallas_kernels.windowed_decode.mosaic_memory import TABLE_PIECE, Memory, Share
-from pallas_kernels.windowed_decode.mosaic_merge import merge_splits
+from pallas_kernels.windowed_decode.mosaic_merge import load_part, merge_splits, part_shape
 from pallas_kernels.windowed_decode.mosaic_problem import Problem, describe, plan
 from pallas_kernels.windowed_decode.tuning import Tuning
 
@@ -91,11 +91,11 @@ def _launch(problem: Problem, tuning: Tuning, interpret: Any, *args: Any) -> tup
     if fused:
         scratch.update(merged=gpu.SMEM((warpgroups, gpu.ROWS, tuning.fused_columns(p.head_dim)), p.dtype))
 
-    rows = p.chunks * warpgroups * gpu.ROWS
+    blocks = p.chunks * warpgroups  # of 64 rows
     out_type = [jax.ShapeDtypeStruct(q.shape, p.dtype), jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)]
     part_type = [
-        jax.ShapeDtypeStruct((p.batch, p.kv_heads, splits, rows, p.head_dim), jnp.float32),
-        jax.ShapeDtypeStruct((p.batch, p.kv_heads, splits, rows), jnp.float32),
+        jax.ShapeDtypeStruct((p.batch, p.kv_heads, splits, *part_shape(tuning, blocks, p.head_dim)), jnp.float32),
+        jax.ShapeDtypeStruct((p.batch, p.kv_heads, splits, blocks * gpu.ROWS), jnp.float32),
     ]
     outputs = out_type if splits == 1 else out_type + part_type if fused else part_type
     names = ["q", "k_pages", "v_pages", "table", "q_start", "kv_length"] + ["k_block", "v_block"] * p.block
@@ -129,7 +129,7 @@ def _launch(problem: Problem, tuning: Tuning, interpret: Any, *args: Any) -> tup
     )(*operands)
     if splits == 1 or fused:
         return results[0], results[1]
-    rest = dict(queries=p.queries, group=p.group, dtype=p.dtype, columns=tuning.merge_columns, interpret=interpret)
+    rest = dict(queries=p.queries, group=p.group, dtype=p.dtype, tuning=tuning, interpret=interpret)
     return merge_splits(*results, **rest)
 
 
@@ -190,11 +190,11 @@ class Compute(Share):
         return values, maximum, total
 
     def mask(self, scores: Any, step: Any) -> Any:
-        p, shape = self.p, (gpu.ROWS, self.t.tile)
+        p, shape = self.p, scores.shape
         query = lax.div(gpu.iota(shape, 0), jnp.int32(p.group))
         query += self.q_first + self.warpgroup * p.queries_per_warpgroup
-        key = gpu.iota(shape, 1) + (self.first + step) * self.t.tile
-        return softmax.hide((key <= query) & (key < self.length) & (key > query - p.reach), scores, p.scale)
+        key = gpu.iota(shape, 1) + (self.start + step * self.t.tile)
+        return softmax.hide((key <= query) & (key < self.limit) & (key > query - p.reach), scores, p.scale)
 
     def take_turn(self) -> None:
         """The two compute warpgroups alternate between tensor cores and softmax."""
@@ -211,9 +211,10 @@ class Compute(Share):
 
         gpu.when(self.warpgroup == 1)(self.take_turn)
 
-        def one(step: Any, state: Any, masked: bool) -> Any:
+        def one(step: Any, state: Any, masked: bool, keys: int = self.t.tile) -> Any:
             slot = self.slot(step)
-            scores = gpu.dot_transposed(self.q, s["k"].at[slot], self.take_turn)
+            k, v = (s[name].at[slot] if keys == self.t.tile else s[name].at[slot, gpu.ds(0, keys)] for name in "kv")
+            scores = gpu.dot_transposed(self.q, k, self.take_turn)
             gpu.barrier_arrive(s["k_free"].at[slot])
             if masked:
                 scores = self.mask(scores, step)
@@ -231,17 +232,22 @@ class Compute(Share):
                 def _() -> None:
                     gpu.barrier_wait(s["k_ready"].at[self.slot(step + 1)])
 
-            values = gpu.add_dot(values, weights, s["v"].at[slot], self.interpret, wait_for_next_keys)
+            values = gpu.add_dot(values, weights, v, self.interpret, wait_for_next_keys)
             gpu.barrier_arrive(s["v_free"].at[slot])
             return values, maximum, total
 
         # Tiles [inner, outer) are seen by every query in full and need no mask.
-        inner = lax.div(jnp.maximum(self.q_end - self.p.reach, 0) + (tile - 1), tile) - self.first
-        outer = lax.div(jnp.minimum(self.length, self.q_first + 1), tile) - self.first
-        inner = jnp.clip(inner, 0, count)
-        outer = jnp.clip(outer, inner, count)
-        for start, stop, masked in ((0, inner, True), (inner, outer, False), (outer, count, True)):
+        inner = lax.div(jnp.maximum(self.q_end - self.p.reach - self.start, 0) + (tile - 1), tile)
+        outer = lax.div(jnp.minimum(self.limit, self.q_first + 1) - self.start, tile)
+        whole, half = count, self.p.cut(self.t)
+        if half < self.t.tile:  # the last tile may be half full
+            whole = lax.div(self.stop - self.start, tile)
+        inner = jnp.clip(inner, 0, whole)
+        outer = jnp.clip(outer, inner, whole)
+        for start, stop, masked in ((0, inner, True), (inner, outer, False), (outer, whole, True)):
             state = lax.fori_loop(start, stop, functools.partial(one, masked=masked), state)
+        if half < self.t.tile:
+            state = lax.fori_loop(whole, count, functools.partial(one, masked=True, keys=half), state)
         gpu.when(self.warpgroup == 0)(self.take_turn)
         return state
 
@@ -253,10 +259,14 @@ class Compute(Share):
             self.q[...] = values.astype(p.dtype)  # the queries are used up
             self.store_rows(self.q, lse, gpu.ds(0, p.head_dim), True)
             return
-        rows = gpu.ds((self.chunk * p.warpgroups + self.warpgroup) * gpu.ROWS, gpu.ROWS)
+        block = self.chunk * p.warpgroups + self.warpgroup
+        rows = gpu.ds(block * gpu.ROWS, gpu.ROWS)
         part, part_lse = (g[name].at[self.row, self.head] for name in ("part", "part_lse"))
         part_lse[self.split, rows] = lse
-        part[self.split, rows, :] = values
+        if self.t.partials == "pieces":
+            gpu.store_pieces(part.at[self.split, block], values, self.interpret)
+        else:
+            part[self.split, rows, :] = values
         if "out" not in g:
             return
         head = (self.row * p.kv_heads + self.head) * p.chunks + self.chunk
@@ -271,7 +281,7 @@ class Compute(Share):
             merged, merged_lse = softmax.merge_rows(
                 self.t.splits,
                 lambda i: gpu.load_global(part_lse.at[i, rows], 1),
-                lambda i: gpu.load_global(part.at[i, rows, share], 2),
+                lambda i: load_part(self.t, part.at[i], block, self.split, columns, self.interpret),
             )
             s["merged"].at[self.warpgroup][...] = merged.astype(p.dtype)
             self.store_rows(s["merged"].at[self.warpgroup], merged_lse, share, self.split == 0)

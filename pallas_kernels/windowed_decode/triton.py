@@ -15,30 +15,37 @@ from pallas_kernels._triton import LOG2_E, power_of_two, require_triton
 
 LARGEST_HEAD = 256
 NO_WINDOW = 2**30
+# Bytes a block may use, by compute capability; consumer chips have less.
+SHARED_MEMORY = {"8.0": 166_912, "9.0": 232_448, "10.0": 232_448, "10.3": 232_448}
+MOST_SHARED_MEMORY, LEAST_SHARED_MEMORY = 232_448, 101_376
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tuning:
     """`rows` (queries x heads) and `warps` of a program, `tile` keys of one of its `stages` steps, and how many
-    `residents` a multiprocessor is to have of them. Of the stages, one looks up page ids and one computes."""
+    `residents` a multiprocessor is to have of them. With `one_loop` tiles at the edges of what is visible are masked in
+    a branch, otherwise in a loop of their own."""
 
     rows: int = 128
     tile: int = 64
-    stages: int = 3
+    stages: int = 4
     warps: int = 8
-    residents: int = 2
+    residents: int = 1
+    one_loop: bool = True
 
 
-def choose_tuning(rows: int, head_dim: int) -> Tuning:
-    """For `rows` queries x heads of a KV head, and a padded head size."""
-    if head_dim > 128:
-        return Tuning(rows=min(rows, 64), tile=32, stages=2, warps=4)
-    return Tuning(rows=min(rows, 128), warps=4 if rows <= 64 else 8)
+def choose_tuning(rows: int, head_dim: int, shared_memory: int = MOST_SHARED_MEMORY) -> Tuning:
+    """For `rows` queries x heads of a KV head, and a padded head size: the most stages up to 4 that fit."""
+    large = head_dim > 128
+    rows, tile = min(rows, 64 if large else 128), 32 if large else 64
+    room = shared_memory - 2 * rows * head_dim - 1024
+    stages = max(2, min(4, room // (2 * 2 * tile * head_dim)))
+    return Tuning(rows=rows, tile=tile, stages=stages, warps=4 if rows <= 64 else 8)
 
 
 def build(q: Any, k_pages: Any, page_table: Any, *, window: int | None, scale: float) -> _dispatch.Kernel:
     """The kernel for arguments like these on their device, or NotImplementedError with the reason."""
-    run = functools.partial(attend, window=window, scale=scale, multiprocessors=check(q, k_pages, page_table))
+    run = functools.partial(attend, window=window, scale=scale, **limits(q, k_pages, page_table))
     return _dispatch.opaque("windowed_decode", run, ("row", "pages", "pages", "table", "row", "row"))
 
 
@@ -49,6 +56,14 @@ def check(*arrays: Any) -> int:
     if q.shape[-1] > LARGEST_HEAD:
         raise NotImplementedError(f"the Triton kernel takes head sizes up to {LARGEST_HEAD}, got {q.shape[-1]}.")
     return multiprocessors
+
+
+def limits(*arrays: Any) -> dict[str, int]:
+    """What `attend` has to know of the arrays' device, or NotImplementedError with the reason; arrays[0] is q."""
+    multiprocessors = check(*arrays)
+    capability = getattr(_dispatch.device_of(*arrays), "compute_capability", None)
+    shared_memory = SHARED_MEMORY.get(str(capability), LEAST_SHARED_MEMORY)
+    return dict(multiprocessors=multiprocessors, shared_memory=shared_memory)
 
 
 def attend(
@@ -63,6 +78,7 @@ def attend(
     scale: float,
     causal: bool = False,
     multiprocessors: int,
+    shared_memory: int = MOST_SHARED_MEMORY,
     tuning: Tuning | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention over the pages (keys below `kv_length`) and, if given, over the block's own keys and values."""
@@ -74,13 +90,14 @@ def attend(
     _, page, hkv, _ = k_pages.shape
     entries, group = page_table.shape[1], hq // hkv
     padded = power_of_two(d)
-    tuning = tuning or choose_tuning(power_of_two(k * group), padded)
+    tuning = tuning or choose_tuning(power_of_two(k * group), padded, shared_memory)
     rows = tuning.rows
     chunks = -(-k * group // rows)
     keys = page * entries if window is None else min(window - 1 + k, page * entries)
     # A split that reads less than two tiles is not worth its merge.
     programs = tuning.residents * multiprocessors
     splits = max(1, min(programs // (b * hkv * chunks), -(-keys // (2 * tuning.tile)), 64))
+    scale_log2 = (scale or 1e-30) * LOG2_E  # 0 times the infinity of a hidden score is no number
     shape = dict(QUERIES=k, HEADS=hq, KV_HEADS=hkv, DIM=d, SPLITS=splits, DIM_PADDED=padded)
     out_shape = (jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(q.shape[:3], jnp.float32))
     part = (b, hkv, splits, k * group)
@@ -90,8 +107,9 @@ def attend(
         kernel=triton_kernel.attend, out_shape=out_shape if splits == 1 else part_shape,
         grid=(chunks * splits * b * hkv,), name="block_attention_triton" if block else "windowed_decode_triton",
         num_warps=tuning.warps, num_stages=tuning.stages, PAGE=page, ENTRIES=entries,
-        REACH=NO_WINDOW if window is None else window, SCALE_LOG2=scale * LOG2_E, HAS_BLOCK=bool(block), CAUSAL=causal,
-        CHUNKS=chunks, ROWS=rows, TILE=tuning.tile, BLOCK_TILE=power_of_two(k), STAGES=tuning.stages, **shape,
+        REACH=NO_WINDOW if window is None else window, SCALE_LOG2=scale_log2, HAS_BLOCK=bool(block), CAUSAL=causal,
+        CHUNKS=chunks, ROWS=rows, TILE=tuning.tile, BLOCK_TILE=power_of_two(k), STAGES=tuning.stages,
+        ONE_LOOP=tuning.one_loop, **shape,
     )  # fmt: skip
     if splits == 1:
         return results[0], results[1]

@@ -6,14 +6,19 @@ import triton.language as tl
 
 
 @triton.jit
-def add_tile(q, k, v, visible, values, maximum, total, SCALE_LOG2: tl.constexpr, MASKED: tl.constexpr = True):
-    """One step of the online softmax: keys [D, S], values [S, D]."""
+def add_tile(
+    q, k, v, visible, values, maximum, total, SCALE_LOG2: tl.constexpr, MASKED: tl.constexpr = True, border=True
+):  # fmt: skip
+    """One step of the online softmax: keys [D, S], values [S, D]. `MASKED` None: masked if `border`."""
     scores = tl.dot(q, k)
     if MASKED:
         scores = tl.where(visible, scores * SCALE_LOG2, float("-inf"))
         new = tl.maximum(maximum, tl.max(scores, 1))
         weights = tl.exp2(scores - new[:, None])
     else:  # one multiplication with addition a score
+        if MASKED is None:
+            if border:
+                scores = tl.where(visible, scores, float("-inf") if SCALE_LOG2 > 0 else float("inf"))
         if SCALE_LOG2 >= 0:
             new = tl.maximum(maximum, tl.max(scores, 1) * SCALE_LOG2)
         else:
@@ -25,22 +30,30 @@ def add_tile(q, k, v, visible, values, maximum, total, SCALE_LOG2: tl.constexpr,
 
 
 @triton.jit
-def add_pages(
-    tile, q, values, maximum, total, k_ptr, v_ptr, table_ptr, q_position, length, begin, end,
-    KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, ENTRIES: tl.constexpr, REACH: tl.constexpr,
-    SCALE_LOG2: tl.constexpr, TILE: tl.constexpr, DIM_PADDED: tl.constexpr, MASKED: tl.constexpr,
+def look_up(
+    tile, table_ptr, begin, end, PAGE: tl.constexpr, ENTRIES: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
-    """Adds a tile of the cache; pointers are those of the row and the KV head."""
+    """The page of a tile of the cache, or where it has several pages the slot of each of its keys."""
+    if PAGE % TILE == 0:
+        where = tl.load(table_ptr + tile * TILE // PAGE % ENTRIES)
+    else:  # pages without a visible key are not read: the nearest key that is visible stands in for others
+        existing = tl.maximum(tl.minimum(tl.maximum(tile * TILE + tl.arange(0, TILE), begin), end - 1), 0)
+        where = tl.load(table_ptr + existing // PAGE % ENTRIES) * PAGE + existing % PAGE
+    return where
+
+
+@triton.jit
+def add_pages(
+    tile, where, border, q, values, maximum, total, k_ptr, v_ptr, q_position, length,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, REACH: tl.constexpr, SCALE_LOG2: tl.constexpr,
+    TILE: tl.constexpr, DIM_PADDED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Adds a tile of the cache; pointers are those of the KV head. `MASKED` None: where it is a `border`."""
     position = tile * TILE + tl.arange(0, TILE)
     if PAGE % TILE == 0:
-        page_id = tl.load(table_ptr + tile * TILE // PAGE % ENTRIES).to(tl.int64)
-        slot = page_id * PAGE + position % PAGE
+        slot = where.to(tl.int64) * PAGE + position % PAGE
     else:
-        existing = position
-        if MASKED:  # pages without a visible key are not read: the nearest key that is visible stands in for others
-            existing = tl.minimum(tl.maximum(position, begin), end - 1)
-        page_id = tl.load(table_ptr + existing // PAGE % ENTRIES).to(tl.int64)
-        slot = page_id * PAGE + existing % PAGE
+        slot = where.to(tl.int64)
     key_at = slot * KV_HEADS * DIM
     dim = tl.arange(0, DIM_PADDED)
     if DIM == DIM_PADDED:
@@ -51,7 +64,7 @@ def add_pages(
         v = tl.load(v_ptr + key_at[:, None] + dim[None, :], mask=(dim < DIM)[None, :], other=0.0)
     visible = (position[None, :] <= q_position[:, None]) & (position[None, :] < length)
     visible = visible & (position[None, :] > q_position[:, None] - REACH)
-    return add_tile(q, k, v, visible, values, maximum, total, SCALE_LOG2, MASKED)
+    return add_tile(q, k, v, visible, values, maximum, total, SCALE_LOG2, MASKED, border)
 
 
 @triton.jit
@@ -61,7 +74,7 @@ def attend(
     QUERIES: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     ENTRIES: tl.constexpr, REACH: tl.constexpr, SCALE_LOG2: tl.constexpr, HAS_BLOCK: tl.constexpr,
     CAUSAL: tl.constexpr, SPLITS: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-    BLOCK_TILE: tl.constexpr, DIM_PADDED: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_TILE: tl.constexpr, DIM_PADDED: tl.constexpr, STAGES: tl.constexpr, ONE_LOOP: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0)  # programs that read the same keys start together
     chunk, split, head_of_row = at % CHUNKS, at // CHUNKS % SPLITS, at // (CHUNKS * SPLITS)
@@ -95,18 +108,35 @@ def attend(
     inner = tl.minimum(tl.maximum(inner, from_tile), to_tile)
     outer = tl.minimum(tl.maximum(outer, inner), to_tile)
     k_ptr, v_ptr, row_ptr = k_pages_ptr + kv_head * DIM, v_pages_ptr + kv_head * DIM, table_ptr + row * ENTRIES
-    for border in tl.range(0, to_tile - outer + inner - from_tile, num_stages=STAGES):
-        tile = from_tile + border
-        tile = tl.where(tile < inner, tile, tile - inner + outer)
-        values, maximum, total = add_pages(
-            tile, q, values, maximum, total, k_ptr, v_ptr, row_ptr, q_position, length, begin, end,
-            KV_HEADS, DIM, PAGE, ENTRIES, REACH, SCALE_LOG2, TILE, DIM_PADDED, True,
-        )  # fmt: skip
-    for tile in tl.range(inner, outer, num_stages=STAGES):
-        values, maximum, total = add_pages(
-            tile, q, values, maximum, total, k_ptr, v_ptr, row_ptr, q_position, length, begin, end,
-            KV_HEADS, DIM, PAGE, ENTRIES, REACH, SCALE_LOG2, TILE, DIM_PADDED, False,
-        )  # fmt: skip
+    if ONE_LOOP:
+        where = look_up(from_tile, row_ptr, begin, end, PAGE, ENTRIES, TILE)
+        for tile in tl.range(from_tile, to_tile, num_stages=STAGES):
+            following = look_up(tile + 1, row_ptr, begin, end, PAGE, ENTRIES, TILE)
+            values, maximum, total = add_pages(
+                tile, where, (tile < inner) | (tile >= outer), q, values, maximum, total, k_ptr, v_ptr, q_position,
+                length, KV_HEADS, DIM, PAGE, REACH, SCALE_LOG2, TILE, DIM_PADDED, None,
+            )  # fmt: skip
+            where = following
+    else:
+        first = tl.where(from_tile < inner, from_tile, outer)
+        where = look_up(first, row_ptr, begin, end, PAGE, ENTRIES, TILE)
+        tile = first
+        for _ in tl.range(0, to_tile - outer + inner - from_tile, num_stages=STAGES):
+            next_tile = tl.where(tile + 1 == inner, outer, tile + 1)
+            following = look_up(next_tile, row_ptr, begin, end, PAGE, ENTRIES, TILE)
+            values, maximum, total = add_pages(
+                tile, where, True, q, values, maximum, total, k_ptr, v_ptr, q_position,
+                length, KV_HEADS, DIM, PAGE, REACH, SCALE_LOG2, TILE, DIM_PADDED, True,
+            )  # fmt: skip
+            where, tile = following, next_tile
+        where = look_up(inner, row_ptr, begin, end, PAGE, ENTRIES, TILE)
+        for tile in tl.range(inner, outer, num_stages=STAGES):
+            following = look_up(tile + 1, row_ptr, begin, end, PAGE, ENTRIES, TILE)
+            values, maximum, total = add_pages(
+                tile, where, False, q, values, maximum, total, k_ptr, v_ptr, q_position,
+                length, KV_HEADS, DIM, PAGE, REACH, SCALE_LOG2, TILE, DIM_PADDED, False,
+            )  # fmt: skip
+            where = following
 
     if HAS_BLOCK:
         if split == SPLITS - 1:

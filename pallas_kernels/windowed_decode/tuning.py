@@ -17,6 +17,11 @@ class Tuning:
       merge: how splits become one result: in the same launch ("fused": all blocks of a head have to be resident at
         once) or by a second kernel ("kernel").
       merge_columns: columns of one block of the second kernel.
+      cut: between which keys splits are cut: "tile", or "half" a tile (64 of 128 keys), so that the longest split is
+        shorter; its last half tile takes half the work. Pages of more than half a tile are cut at tiles.
+      table: how the page table gets to shared memory: through a tensor map, which has to be fetched first, or "plain".
+      partials: how the results of splits lie in memory: by "rows", or in "pieces" of 64 rows x 8 columns, of which a
+        warp writes and reads 256 bytes in one go and not 8 times 32.
 
     What was tried and gained nothing on an H200: blocks that stay and serve one head after the other, with the next
     head's pages on their way while a result is written (batch 64: 141.5 us with 132 blocks, 140.2 with one for each
@@ -28,6 +33,9 @@ class Tuning:
     splits: int = 1
     merge: Literal["fused", "kernel"] = "fused"
     merge_columns: int = 32
+    cut: Literal["tile", "half"] = "tile"
+    table: Literal["mapped", "plain"] = "mapped"
+    partials: Literal["rows", "pieces"] = "rows"
 
     def __post_init__(self) -> None:
         if self.tile not in (64, 128):
@@ -38,6 +46,15 @@ class Tuning:
             raise ValueError(f"splits must be at least 1, got {self.splits}.")
         if self.merge not in ("fused", "kernel"):
             raise ValueError(f"merge must be 'fused' or 'kernel', got {self.merge!r}.")
+        for name, known in (
+            ("cut", ("tile", "half")),
+            ("table", ("mapped", "plain")),
+            ("partials", ("rows", "pieces")),
+        ):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be {known[0]!r} or {known[1]!r}, got {getattr(self, name)!r}.")
+        if self.cut == "half" and self.tile == 64:
+            raise ValueError("cut must be 'tile' for tiles of 64 keys: the matrix units take no fewer.")
         if self.merge_columns not in (8, 16, 32, 64):
             raise ValueError(f"merge_columns must be 8, 16, 32 or 64, got {self.merge_columns}.")
 

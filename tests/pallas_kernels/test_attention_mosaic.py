@@ -131,9 +131,9 @@ def _unordered(self, step):
 
 def _one_key_too_many(mask):
     def wrong(self, scores, step):
-        length, self.length = self.length, self.length + 1
+        limit, self.limit = self.limit, self.limit + 1
         masked = mask(self, scores, step)
-        self.length = length
+        self.limit = limit
         return masked
 
     return wrong
@@ -197,6 +197,53 @@ def test_lowers_to_cuda(shape: tuple, dtype) -> None:
         assert "mosaic_gpu" in text
 
 
+OTHER_TUNINGS = [
+    dict(cut="half", table="plain", partials="pieces"),
+    dict(cut="half", splits=1),
+    dict(partials="pieces", merge="kernel", merge_columns=8),
+]
+
+
+@pytest.mark.parametrize("tuning", OTHER_TUNINGS)
+def test_other_tunings_lower_to_cuda(tuning: dict) -> None:
+    q, kb, vb, kp, vp, table, start, length = abstract(8, 8, (64, 4), 128, 64, 128)
+    static = dict(window=4096, scale=0.1, tuning=Tuning(**dict(splits=4) | tuning))
+    for function, args in (
+        (functools.partial(mosaic_sm90.attend, **static), (q, kp, vp, table, start, length)),
+        (functools.partial(block_attention_mosaic, **static, causal=False), (q, kb, vb, kp, vp, table, start)),
+    ):
+        assert "mosaic_gpu" in jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+# queries, heads, head size, page, entries, window, q_start, keys short of the queries, splits, columns
+CUTS = [
+    (4, (16, 1), 64, 16, 30, 300, 400, 0, 3, 8),
+    (7, (16, 1), 64, 32, 16, None, 455, 0, 4, 32),
+    (3, (16, 2), 64, 64, 5, 257, 700, 5, 2, 16),
+    (8, (16, 1), 64, 128, 4, 200, 330, 0, 2, 64),  # pages too long to be cut within
+    (8, (16, 1), 64, 64, 4, 64, 60, 0, 3, 8),  # splits without keys
+]
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+def test_splits_cut_within_tiles(cut: tuple) -> None:
+    queries, heads, head_dim, page, entries, window, start, short, splits, columns = cut
+    case = random_case(
+        7, q_start=[start], kv_length=[start + queries - short], queries=queries, heads=heads, head_dim=head_dim,
+        page=page, window=window, table_length=entries, dtype="bfloat16",
+    )  # fmt: skip
+    static = dict(window=window, scale=0.1)
+    tuning = Tuning(
+        splits=splits, merge="kernel", merge_columns=columns, cut="half", table="plain", partials="pieces"
+    )  # fmt: skip
+    args = (case.q, *case.pages, case.q_start, case.kv_length)
+    actual = mosaic_sm90.attend(*args, **static, tuning=tuning, interpret=RACES)
+    assert_close(actual, REFERENCE.decode(*args, **static), "bfloat16")
+    args = (case.q, *case.block, *case.pages, case.q_start)
+    actual = block_attention_mosaic(*args, **static, causal=False, tuning=tuning, interpret=RACES)
+    assert_close(actual, REFERENCE.block(*args, **static, causal=False), "bfloat16")
+
+
 REFUSED = [
     ((1, 4, (16, 1), 72, 16, 4, jnp.bfloat16), "head sizes 64, 128, 192, 256, got 72"),
     ((1, 4, (16, 1), 64, 4, 4, jnp.bfloat16), "multiple of 128 slots, got 4"),
@@ -234,7 +281,10 @@ def test_a_named_kernel_does_not_fall_back(implementation: str) -> None:
 
 @pytest.mark.parametrize(
     "field, value",
-    [("tile", 32), ("stages", 1), ("splits", 0), ("merge", "atomic"), ("merge_columns", 12)],
+    [
+        *(("tile", 32), ("stages", 1), ("splits", 0), ("merge", "atomic"), ("merge_columns", 12)),
+        *(("cut", "page"), ("table", "none"), ("partials", "columns")),
+    ],
 )
 def test_tuning_is_validated(field: str, value) -> None:
     with pytest.raises(Exception, match=field):
