@@ -13,17 +13,13 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from dspark_jax import formats
+import pallas_kernels
+from dspark_jax import attention_forms, formats
+from dspark_jax.attention_forms import LOOPS, Form, attend_with_kernels, first_that_serves
 from dspark_jax.cache import key_chunk, write_rows
 from dspark_jax.config import TargetConfig
 from dspark_jax.formats import Leaf
-from dspark_jax.kernels import Kernels
 from dspark_jax.layers import GemmaRMSNorm, Linear, Scope, rotate
-from pallas_kernels import block_sparse_decode, index_block_scores, windowed_decode
-from pallas_kernels import select_blocks as select_step_blocks
-
-# Tokens a row up to which a call is a step, which reads the keys that it needs alone, and not a piece of a prompt.
-STEP_TOKENS = 16
 
 
 @jax.tree_util.register_dataclass
@@ -58,21 +54,18 @@ class Indexer(nnx.Module):
         q = rotate(q, positions, rotary_dim=c.rotary_dim, theta=c.rope_theta).astype(x.dtype)
         k = rotate(k, positions, rotary_dim=c.rotary_dim, theta=c.rope_theta).astype(x.dtype)
         index_keys = write_rows(index_keys, k[:, :, 0], positions)
-        if is_step(x.shape[1], self.kernels):
-            chosen: dict[str, Any] = dict(block_size=c.block_size, implementation=self.kernels.attention)
-            scores = index_block_scores(q, index_keys, positions, **chosen)
-            return select_step_blocks(scores, positions, top_k=c.top_k_blocks, **chosen), index_keys
-        scores = block_scores(q, index_keys, positions, block_size=c.block_size, chunk=key_chunk(c))
-        return select_blocks(scores, positions, block_size=c.block_size, top_k=c.top_k_blocks), index_keys
+        common: dict[str, Any] = dict(block_size=c.block_size)
 
+        def select(form: Form) -> Int[Array, "B T Hkv top_k"]:
+            if form == LOOPS:
+                scores = block_scores(q, index_keys, positions, chunk=key_chunk(c), **common)
+                return select_blocks(scores, positions, top_k=c.top_k_blocks, **common)
+            chosen: dict[str, Any] = common | dict(implementation=form)
+            scores = pallas_kernels.index_block_scores(q, index_keys, positions, **chosen)
+            return pallas_kernels.select_blocks(scores, positions, top_k=c.top_k_blocks, **chosen)
 
-def is_step(tokens: int, kernels: Kernels) -> bool:
-    """Whether a call of so many tokens a row goes to `pallas_kernels`; "xla" names the loops over the cache below.
-
-    Without a GPU the loops are the best choice: gathering the selected keys took 1.2 to 1.4 of their time on a CPU.
-    """
-    chosen = kernels.attention or (None if jax.default_backend() == "gpu" else "xla")
-    return tokens <= STEP_TOKENS and chosen != "xla"
+        forms = attention_forms.choose(self.kernels, "selection", x.shape[1], x, index_keys)
+        return first_that_serves(forms, select), index_keys
 
 
 def block_scores(
@@ -107,17 +100,8 @@ def block_scores(
 def select_blocks(
     scores: Float[Array, "B T N blocks"], positions: Int[Array, "B T"], *, block_size: int, top_k: int
 ) -> Int[Array, "B T N top_k"]:
-    """The best `top_k` blocks of each query and head, best first, -1 where fewer are visible.
-
-    The query's own block always wins a place and counts among the `top_k`. The lower block wins a tie.
-    """
-    own = (positions // block_size)[:, :, None, None]
-    index = jnp.arange(scores.shape[-1], dtype=jnp.int32)[None, None, None, :]
-    # positions is -1 for padding: its own block is -1, no block is visible, and nothing is selected.
-    scores = jnp.where(index == own, jnp.inf, jnp.where(index < own, scores, -jnp.inf))
-    best, blocks = lax.top_k(scores, min(top_k, scores.shape[-1]))
-    blocks = jnp.where(best > -jnp.inf, blocks, -1)
-    return jnp.pad(blocks, [(0, 0)] * 3 + [(0, top_k - blocks.shape[-1])], constant_values=-1)
+    """`pallas_kernels.select_blocks` through XLA: the best blocks of each query and head, best first, then -1."""
+    return pallas_kernels.select_blocks(scores, positions, block_size=block_size, top_k=top_k, implementation="xla")
 
 
 def attend(
@@ -183,33 +167,6 @@ def attend(
     return out.reshape(batch, tokens, heads, dim).astype(q.dtype)
 
 
-def attend_step(
-    q: Float[Array, "B T Hq D"],
-    k: Float[Array, "B S Hkv D"],
-    v: Float[Array, "B S Hkv D"],
-    positions: Int[Array, "B T"],
-    *,
-    blocks: Int[Array, "B T Hkv top_k"] | None = None,
-    block_size: int,
-    implementation: str | None,
-) -> Float[Array, "B T Hq D"]:
-    """`attend` through `pallas_kernels`, which read the selected blocks only; S is a multiple of `block_size`.
-
-    The positions of a row are consecutive; the output of a token at position -1 is meaningless, but finite.
-    """
-    batch, tokens = positions.shape
-    offset = jnp.arange(tokens, dtype=jnp.int32)[None]
-    start = jnp.max(jnp.where(positions < 0, -tokens, positions - offset), axis=1)
-    # The cache as pages of one block each, without a copy.
-    k_pages, v_pages = (x.reshape(-1, block_size, *x.shape[2:]) for x in (k, v))
-    table = jnp.arange(k_pages.shape[0], dtype=jnp.int32).reshape(batch, -1)
-    common: dict[str, Any] = dict(implementation=implementation)
-    if blocks is None:
-        length = jnp.clip(jnp.max(positions, axis=1) + 1, 0, k.shape[1])
-        return windowed_decode(q, k_pages, v_pages, table, start, length, window=None, **common)[0]
-    return block_sparse_decode(q, k_pages, v_pages, table, blocks, start, block_size=block_size, **common)[0]
-
-
 def _causal(positions: Int[Array, "B T"], start: Int[Array, ""] | int, size: int) -> Bool[Array, "B T size"]:
     slot = start + jnp.arange(size, dtype=jnp.int32)
     return slot[None, None, :] <= positions[:, :, None]
@@ -265,10 +222,19 @@ class Attention(nnx.Module):
             values=write_rows(cache.values, v, positions),
             index_keys=index_keys,
         )
-        common: dict[str, Any] = dict(blocks=blocks, block_size=c.block_size)
-        if is_step(tokens, self.kernels):
-            common["implementation"] = self.kernels.attention
-            out = attend_step(q, cache.keys, cache.values, positions, **common)
-        else:
-            out = attend(q, cache.keys, cache.values, positions, chunk=key_chunk(c), **common)
+        common: dict[str, Any] = dict(block_size=c.block_size)
+        whole = blocks is None or attention_forms.selects_everything(
+            tokens=tokens, slots=cache.keys.shape[1], top_k=c.top_k_blocks, **common
+        )
+
+        def attended(form: Form) -> Float[Array, "B T Hq D"]:
+            if form == LOOPS:
+                return attend(q, cache.keys, cache.values, positions, blocks=blocks, chunk=key_chunk(c), **common)
+            kept = None if whole else blocks
+            return attend_with_kernels(
+                q, cache.keys, cache.values, positions, blocks=kept, implementation=form, **common
+            )
+
+        forms = attention_forms.choose(self.kernels, "dense" if whole else "sparse", tokens, x, cache.keys)
+        out = first_that_serves(forms, attended)
         return self.o_proj(out.reshape(batch, tokens, c.num_heads * c.head_dim)), cache, blocks

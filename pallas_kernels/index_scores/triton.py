@@ -11,25 +11,35 @@ from pallas_kernels import _dispatch
 from pallas_kernels._triton import power_of_two, require_triton
 
 LARGEST_HEAD = 256
-MOST_ROWS = 64  # queries x index heads of one program
 MOST_BLOCKS = 16_384
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """How the scoring is cut: blocks and warps of one program, and steps in flight."""
+    """How the scoring is cut.
+
+    Attributes:
+      blocks: of keys, of one program.
+      stages: steps in flight.
+      warps: of one program.
+      rows: queries x index heads of one program, a power of two; more of them read the keys again.
+    """
 
     blocks: int
     stages: int
     warps: int = 4
+    rows: int = 64
 
 
-def choose_tuning(*, rows: int, blocks: int, multiprocessors: int) -> Tuning:
-    """The tuning for `rows` rows of `blocks` blocks: some programs for every multiprocessor, not too short."""
-    each = 8
-    while each > 1 and rows * blocks < 2 * each * multiprocessors:
+def choose_tuning(*, batch: int, rows: int, blocks: int, multiprocessors: int) -> Tuning:
+    """The tuning for `rows` queries x index heads in each row of a batch, against `blocks` blocks: some programs for
+    every multiprocessor, not too short."""
+    tuning = Tuning(blocks=8, stages=3)
+    programs = batch * -(-rows // tuning.rows) * blocks
+    each = tuning.blocks
+    while each > 1 and programs < 2 * each * multiprocessors:
         each //= 2
-    return Tuning(blocks=each, stages=3)
+    return dataclasses.replace(tuning, blocks=each)
 
 
 def build_scores(q: Any, k: Any, *, block_size: int) -> _dispatch.Kernel:
@@ -65,9 +75,9 @@ def block_maxima(
 
     b, queries, heads, dim = q.shape
     blocks = k.shape[1] // block_size
-    t = tuning or choose_tuning(rows=b, blocks=blocks, multiprocessors=multiprocessors)
+    t = tuning or choose_tuning(batch=b, rows=queries * heads, blocks=blocks, multiprocessors=multiprocessors)
     padded = power_of_two(dim)
-    rows = min(power_of_two(queries * heads), MOST_ROWS)
+    rows = min(power_of_two(queries * heads), t.rows)
     return jax_triton.triton_call(
         q, k, positions, kernel=triton_kernel.block_maxima,
         out_shape=jax.ShapeDtypeStruct((b, queries, heads, blocks), jnp.float32),

@@ -1,18 +1,20 @@
 """A slice of the real target and the whole real drafter, at their released widths, random weights made on the device.
 
-    python tests/benchmarks/real_size.py                      # one GPU of about 80 GB or more
-    python tests/benchmarks/real_size.py --tiny               # the same path in seconds on a CPU
+    python tests/benchmarks/real_size.py [--context 4096 32768] [--chunk 512 2048] [--attention triton]
+    python tests/benchmarks/real_size.py --tiny               # the same path in a minute on a CPU
 
-Prints what is in memory, the prefill time and the time of a verify step with and without drafts. Random weights: the
-figures are about arithmetic and memory, not about text.
+Prints what is in memory and the time of a prefill, drafter's context included: median of three, wall clock. One GPU of
+about 80 GB or more. Random weights: the figures are about arithmetic and memory, not about text. Steps: see step.py.
 """
 
 import argparse
 import dataclasses
 import functools
+import itertools
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -112,53 +114,41 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=6, help="target layers, at least 5; default 6")
     parser.add_argument("--experts", default="nvfp4/divide", choices=("nvfp4/divide", "mxfp8", "bf16"))
-    parser.add_argument("--context", type=int, default=4096)
+    parser.add_argument("--context", type=int, nargs="+", default=[4096], help="tokens of the prompts")
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--chunk", type=int, nargs="+", default=[512], help="prompt tokens of one forward")
+    parser.add_argument("--attention", choices=("triton", "xla"), help="default: what the library chooses")
     parser.add_argument("--tiny", action="store_true", help="small widths, for a CPU")
     options = parser.parse_args()
     target_config, drafter_config = configs(options.layers, options.tiny)
     kinds = formats(target_config, drafter_config, options.experts)
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {options.layers} layers, experts {options.experts}")
     start = time.perf_counter()
+    how: dict[str, Any] = dict(formats=kinds, kernels=ds.Kernels(attention=options.attention))
     model = ds.Model(
-        target=fill(nnx.eval_shape(lambda: ds.MiniMaxTarget(target_config, formats=kinds)), jax.random.key(0)),
-        drafter=fill(nnx.eval_shape(lambda: ds.DSparkDrafter(drafter_config, formats=kinds)), jax.random.key(1)),
+        target=fill(nnx.eval_shape(lambda: ds.MiniMaxTarget(target_config, **how)), jax.random.key(0)),
+        drafter=fill(nnx.eval_shape(lambda: ds.DSparkDrafter(drafter_config, **how)), jax.random.key(1)),
     )
     jax.block_until_ready(model)
     for name, part in (("target slice", model.target), ("drafter", model.drafter)):
         print(f"{name}: {sum(a.nbytes for a in jax.tree.leaves(part)) / 1e9:.2f} GB")
     print(f"made in {time.perf_counter() - start:.1f} s")
     params = ds.SamplingParams(temperature=1.0, top_p=0.95)
-    for batch in options.batch:
-        prompts = jax.random.randint(
-            jax.random.key(2), (batch, options.context), 0, target_config.vocab_size, jnp.int32
-        )
-        lengths = jnp.full((batch,), options.context, jnp.int32)
+    for batch, context, chunk in itertools.product(options.batch, options.context, options.chunk):
+        prompts = jax.random.randint(jax.random.key(2), (batch, context), 0, target_config.vocab_size, jnp.int32)
+        lengths = jnp.full((batch,), context, jnp.int32)
         keys = ds.request_keys(range(batch))
-        for draft in ("ancestral", "none"):
-            forced = 2.6 if draft == "ancestral" else None
-            config = ds.GenerateConfig(
-                max_new_tokens=8 * (options.steps + 2),
-                draft=draft,
-                benchmark_forced_acceptance=forced,
-                stop_token_ids=(),
-            )
-            run = functools.partial(ds.prefill, model, prompts, lengths, keys, params, config=config)
-            state = run()
-            prefill_time = seconds(run, repeat=3)
-            state, _ = ds.step(model, state, config=config)
-            times = []
-            for _ in range(options.steps):
-                begin = time.perf_counter()
-                state, committed = ds.step(model, state, config=config)
-                jax.block_until_ready(committed)
-                times.append(time.perf_counter() - begin)
-            print(
-                f"batch {batch}, context {options.context}, draft {draft}: prefill {prefill_time * 1e3:.1f} ms, "
-                f"step {sorted(times)[len(times) // 2] * 1e3:.2f} ms (median of {options.steps}), "
-                f"acceptance length {float(state.stats.total().mean_acceptance_length):.2f}"
-            )
+        config = ds.GenerateConfig(max_new_tokens=64, prefill_chunk=chunk, stop_token_ids=())
+        run = functools.partial(ds.prefill, model, prompts, lengths, keys, params, config=config)
+        start = time.perf_counter()
+        jax.block_until_ready(run())
+        compiled = time.perf_counter() - start
+        spent = seconds(run, repeat=3)
+        print(
+            f"batch {batch}, context {context}, chunks of {chunk}: prefill {spent * 1e3:.1f} ms, "
+            f"{batch * context / spent:.0f} tokens/s (first call {compiled:.1f} s)",
+            flush=True,
+        )
     memory = jax.devices()[0].memory_stats()
     if memory:
         print(f"peak device memory {memory['peak_bytes_in_use'] / 1e9:.2f} GB")
