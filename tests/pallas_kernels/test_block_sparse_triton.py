@@ -20,10 +20,11 @@ def test_attend_compiles(together: int, page: int, capability: int) -> None:
 
     inputs = {f"{name}_ptr": BF16 for name in ("q", "k_pages", "v_pages")}
     inputs |= {f"{name}_ptr": I32 for name in ("table", "ids", "q_start")}
-    for splits in (1, 8):
+    for splits, queries in ((1, 512), (8, 8)):  # a chunk of a prompt, a step
         constants = dict(
-            QUERIES=8, HEADS=64, KV_HEADS=4, DIM=128, PAGE=page, ENTRIES=1024, BLOCK=128, TOP_K=16, TOP_K_PADDED=16,
-            TOGETHER=together, SCALE_LOG2=0.1, SPLITS=splits, ROWS=16 * together, TILE=64, DIM_PADDED=128, STAGES=3,
+            QUERIES=queries, HEADS=64, KV_HEADS=4, DIM=128, PAGE=page, ENTRIES=1024, BLOCK=128, TOP_K=16,
+            TOP_K_PADDED=16, TOGETHER=together, SCALE_LOG2=0.1, SPLITS=splits, ROWS=16 * together, TILE=64,
+            DIM_PADDED=128, STAGES=3,
         )  # fmt: skip
         outputs = dict(out_ptr=BF16 if splits == 1 else F32, lse_ptr=F32)
         warps = 8 if together == 8 else 4
@@ -33,13 +34,16 @@ def test_attend_compiles(together: int, page: int, capability: int) -> None:
 @compiles
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90, 100])
-def test_the_indexer_compiles(capability: int) -> None:
+@pytest.mark.parametrize("queries, rows, warps", [(8, 32, 4), (512, 64, 4), (512, 128, 8)])  # a step, a chunk
+def test_the_indexer_compiles(queries: int, rows: int, warps: int, capability: int) -> None:
     pytest.importorskip("triton", reason="triton is not installed: dspark-jax[triton]")
     from pallas_kernels.index_scores import triton_kernel
 
     pointers = dict(q_ptr=BF16, k_ptr=BF16, positions_ptr=I32, out_ptr=F32)
-    constants = dict(QUERIES=8, HEADS=4, DIM=128, BLOCK=128, BLOCKS=1024, EACH=8, ROWS=32, TILE=128, DIM_PADDED=128)
-    assert compile_for(triton_kernel.block_maxima, capability, pointers, constants | dict(STAGES=3), warps=4)
+    constants = dict(
+        QUERIES=queries, HEADS=4, DIM=128, BLOCK=128, BLOCKS=1024, EACH=8, ROWS=rows, TILE=128, DIM_PADDED=128, STAGES=3
+    )  # fmt: skip
+    assert compile_for(triton_kernel.block_maxima, capability, pointers, constants, warps=warps)
     pointers = dict(scores_ptr=F32, positions_ptr=I32, out_ptr=I32)
     constants = dict(HEADS=4, BLOCK=128, BLOCKS=1024, BLOCKS_PADDED=1024, TOP_K=16, TOP_K_PADDED=16)
     assert compile_for(triton_kernel.select, capability, pointers, constants, warps=4)
