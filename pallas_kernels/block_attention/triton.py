@@ -11,10 +11,8 @@ from pallas_kernels.windowed_decode import triton
 
 def build(q: Any, k_pages: Any, page_table: Any, *, window: int | None, scale: float, causal: bool) -> _dispatch.Kernel:
     """The kernel for arguments like these on their device, or NotImplementedError with the reason."""
-    multiprocessors = triton.check(q, k_pages, page_table)
-    run = functools.partial(
-        block_attention_triton, window=window, scale=scale, causal=causal, multiprocessors=multiprocessors
-    )
+    limits = triton.limits(q, k_pages, page_table)
+    run = functools.partial(block_attention_triton, window=window, scale=scale, causal=causal, **limits)
     return _dispatch.opaque("block_attention", run, ("row", "row", "row", "pages", "pages", "table", "row"))
 
 

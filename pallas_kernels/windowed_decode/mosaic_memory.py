@@ -40,8 +40,6 @@ class Share:
         here, next_split = (first + lax.div(count * i, splits) for i in (self.split, self.split + 1))
         self.start, self.stop = here * unit, next_split * unit
         self.count = lax.div(self.stop - self.start + (tile - 1), jnp.int32(tile))
-        # Tiles of splits that are cut within tiles reach into the next split.
-        self.limit = self.length if p.cut(self.t) == tile else jnp.minimum(self.length, self.stop)
 
     def slot(self, step: Any) -> Any:
         return lax.rem(step, jnp.int32(self.t.stages))

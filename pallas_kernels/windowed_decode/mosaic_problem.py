@@ -26,6 +26,7 @@ class Problem:
     scale: float
     block: bool
     causal: bool
+    most_warpgroups: int = 2
 
     @property
     def queries_per_warpgroup(self) -> int:
@@ -34,7 +35,7 @@ class Problem:
     @property
     def warpgroups(self) -> int:
         # Two accumulators of 256 columns and their scores do not fit in the registers of one block.
-        return 1 if self.queries <= self.queries_per_warpgroup or self.head_dim > 128 else 2
+        return 1 if self.queries <= self.queries_per_warpgroup or self.head_dim > 128 else self.most_warpgroups
 
     @property
     def chunks(self) -> int:

@@ -5,6 +5,7 @@ own 64 query rows each (queries x heads of a group); one more warpgroup keeps th
 tiles at the edges of what is visible are masked.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -50,6 +51,8 @@ def attend(
 ) -> tuple[jax.Array, jax.Array]:
     """Attention over the pages (keys below `kv_length`) and, if given, over the block's own keys and values."""
     problem = describe(q, k_pages, page_table, window=window, scale=scale, block=bool(block), causal=causal)
+    if tuning is not None:
+        problem = dataclasses.replace(problem, most_warpgroups=tuning.warpgroups)
     tuning = plan(problem, tuning=tuning)
     hkv = problem.kv_heads
     group = q.shape[2] // hkv
@@ -194,7 +197,7 @@ class Compute(Share):
         query = lax.div(gpu.iota(shape, 0), jnp.int32(p.group))
         query += self.q_first + self.warpgroup * p.queries_per_warpgroup
         key = gpu.iota(shape, 1) + (self.start + step * self.t.tile)
-        return softmax.hide((key <= query) & (key < self.limit) & (key > query - p.reach), scores, p.scale)
+        return softmax.hide((key <= query) & (key < self.length) & (key > query - p.reach), scores, p.scale)
 
     def take_turn(self) -> None:
         """The two compute warpgroups alternate between tensor cores and softmax."""
@@ -238,7 +241,7 @@ class Compute(Share):
 
         # Tiles [inner, outer) are seen by every query in full and need no mask.
         inner = lax.div(jnp.maximum(self.q_end - self.p.reach - self.start, 0) + (tile - 1), tile)
-        outer = lax.div(jnp.minimum(self.limit, self.q_first + 1) - self.start, tile)
+        outer = lax.div(jnp.minimum(self.length, self.q_first + 1) - self.start, tile)
         whole, half = count, self.p.cut(self.t)
         if half < self.t.tile:  # the last tile may be half full
             whole = lax.div(self.stop - self.start, tile)

@@ -20,6 +20,8 @@ class Tuning:
       cut: between which keys splits are cut: "tile", or "half" a tile (64 of 128 keys), so that the longest split is
         shorter; its last half tile takes half the work. Pages of more than half a tile are cut at tiles.
       table: how the page table gets to shared memory: through a tensor map, which has to be fetched first, or "plain".
+      warpgroups: compute warpgroups of a block, at most. With 1 the query rows of a head are shared by twice as many
+        blocks, each of which loads all keys of its split: for few heads, where latency counts and not bytes.
       partials: how the results of splits lie in memory: by "rows", or in "pieces" of 64 rows x 8 columns, of which a
         warp writes and reads 256 bytes in one go and not 8 times 32.
 
@@ -36,6 +38,7 @@ class Tuning:
     cut: Literal["tile", "half"] = "tile"
     table: Literal["mapped", "plain"] = "mapped"
     partials: Literal["rows", "pieces"] = "rows"
+    warpgroups: int = 2
 
     def __post_init__(self) -> None:
         if self.tile not in (64, 128):
@@ -53,6 +56,8 @@ class Tuning:
         ):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be {known[0]!r} or {known[1]!r}, got {getattr(self, name)!r}.")
+        if self.warpgroups not in (1, 2):
+            raise ValueError(f"warpgroups must be 1 or 2, got {self.warpgroups}.")
         if self.cut == "half" and self.tile == 64:
             raise ValueError("cut must be 'tile' for tiles of 64 keys: the matrix units take no fewer.")
         if self.merge_columns not in (8, 16, 32, 64):

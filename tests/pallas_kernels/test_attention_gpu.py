@@ -8,6 +8,7 @@ Without the first variable XLA tries many ways to multiply the matrices of each 
 """
 
 import dataclasses
+import functools
 import os
 import re
 import secrets
@@ -33,7 +34,7 @@ from attention_cases import (
     random_case,
     repaged,
 )
-from gpu_marks import MOSAIC, TRITON, XLA, needs_gpu
+from gpu_marks import MARKS, MOSAIC, TRITON, XLA, needs_gpu
 
 from pallas_kernels import block_attention, merge_future_block, windowed_decode
 
@@ -97,12 +98,14 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("implementation", KERNELS)
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "-".join(map(str, s[:5])))
-def test_fresh_data(shape: tuple, implementation: str) -> None:
-    queries, heads, head_dim, page, window, starts, dtype = shape
+@functools.lru_cache(maxsize=1)
+def fresh(index: int) -> tuple[int, Case, tuple[str, ...], dict[str, Any]]:
+    """Fresh data for a shape: seed, inputs, which results (programs take seconds to compile) and what they should be.
+
+    Tests of one shape follow one another, and the reference takes as long to compile as a kernel.
+    """
+    queries, heads, head_dim, page, window, starts, dtype = SHAPES[index]
     seed = secrets.randbits(32)
-    print(f"seed {seed}")
     rng = np.random.default_rng(seed)
     lengths = [max(0, s + int(rng.choice([queries, 0, 1, -queries, -1000, 2 * queries]))) for s in starts]
     lengths = [min(n, s + queries) for n, s in zip(lengths, starts, strict=True)]
@@ -110,12 +113,16 @@ def test_fresh_data(shape: tuple, implementation: str) -> None:
         seed, q_start=starts, kv_length=lengths, queries=queries, heads=heads, head_dim=head_dim, page=page,
         window=window, dtype=dtype, num_pages=300 if len(starts) > 64 else None,
     )  # fmt: skip
-    results = (
-        "decode",
-        "merged",
-        ("block", "block_causal")[SHAPES.index(shape) % 2],
-    )  # programs take seconds to compile
-    expected = REFERENCE.run(case, results)
+    results = ("decode", "merged", ("block", "block_causal")[index % 2])
+    return seed, case, results, REFERENCE.run(case, results)
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize("shape", range(len(SHAPES)), ids=lambda i: "-".join(map(str, SHAPES[i][:5])))
+def test_fresh_data(shape: int, implementation: str) -> None:
+    _, _, head_dim, page, _, _, dtype = SHAPES[shape]
+    seed, case, results, expected = fresh(shape)
+    print(f"seed {seed}")
     poison(case)
     program = public(implementation).program(case, results)
     try:
@@ -263,6 +270,33 @@ def test_a_loop_as_a_cuda_graph(implementation: str, tmp_path: Path) -> None:
     if implementation == "mosaic":
         assert any("kCommandBuffer" in line for line in outside)
         assert not [line for line in outside if "kCustomCall" in line or "kWhile" in line]
+
+
+OTHER_TUNINGS = [
+    dict(splits=5, cut="half", table="plain", partials="pieces"),
+    dict(splits=3, merge="kernel", merge_columns=8, partials="pieces"),
+    dict(splits=2, warpgroups=1, partials="pieces"),
+    dict(cut="half", table="plain"),
+]
+
+
+@MARKS["mosaic"]
+@pytest.mark.parametrize("tuning", OTHER_TUNINGS, ids=str)
+def test_other_tunings(tuning: dict[str, Any]) -> None:
+    from pallas_kernels.windowed_decode import mosaic_sm90
+    from pallas_kernels.windowed_decode.tuning import Tuning
+
+    starts, queries = [0, 63, 250, 333, 640, 1500], 8
+    case = random_case(
+        secrets.randbits(32), q_start=starts, kv_length=[8, 60, 258, 0, 648, 1100], queries=queries, heads=(64, 4),
+        head_dim=128, page=64, window=450, table_length=24, dtype="bfloat16",
+    )  # fmt: skip
+    static, args = dict(window=450, scale=0.1), (case.q, *case.pages, case.q_start, case.kv_length)
+    run = jax.jit(functools.partial(mosaic_sm90.attend, tuning=Tuning(**tuning), **static))
+    actual = run(*args)
+    assert_close(actual, REFERENCE.decode(*args, **static), "bfloat16")
+    for _ in range(4):
+        jax.tree.map(np.testing.assert_array_equal, run(*args), actual)
 
 
 @pytest.mark.parametrize("implementation", KERNELS)

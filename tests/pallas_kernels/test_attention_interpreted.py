@@ -3,6 +3,9 @@
 TRITON_INTERPRET=1 pytest tests/pallas_kernels/test_attention_interpreted.py
 """
 
+import dataclasses
+
+import jax.numpy as jnp
 import pytest
 from attention_cases import (
     GOLDEN_NAMES,
@@ -68,10 +71,31 @@ def test_equals_the_reference(name: str, multiprocessors: int) -> None:
 
 
 @requires_interpreter
+@pytest.mark.parametrize("name", [name for name in SHAPES if name != "padded head, small pages"])
+def test_borders_in_a_loop_of_their_own(name: str) -> None:
+    from pallas_kernels.windowed_decode.triton import Tuning
+
+    case, tuning = small(name), Tuning(rows=64, tile=32, stages=2, one_loop=False)
+    static = dict(window=case.window, scale=case.scale)
+    expected = REFERENCE.decode(case.q, *case.pages, case.q_start, case.kv_length, **static)
+    for multiprocessors in (1, 9):
+        assert_close(decode(case, multiprocessors, tuning=tuning), expected, "float16")
+
+
+@requires_interpreter
+def test_a_scale_of_zero() -> None:
+    case = small("as the model")
+    expected = REFERENCE.decode(case.q, *case.pages, case.q_start, case.kv_length, window=case.window, scale=0.0)
+    assert_close(decode(case, 1, scale=0.0), expected, "float16")
+
+
+@requires_interpreter
 @pytest.mark.parametrize("name", GOLDEN_NAMES[::6])
 def test_golden(name: str) -> None:
     case, expected = load_golden(name)
     case = case.astype("float16")
+    arrays = {name: jnp.asarray(getattr(case, name)) for name in ("page_table", "q_start", "kv_length")}
+    case = dataclasses.replace(case, **arrays)
     assert matches_golden(decode(case, 1), expected["decode"], "float16")
     assert matches_golden(block(case, 1, False), expected["block"], "float16")
 

@@ -1,5 +1,6 @@
 """The Mosaic kernels without a GPU: interpreted with race detection, and lowered to CUDA."""
 
+import dataclasses
 import functools
 
 import jax
@@ -131,9 +132,9 @@ def _unordered(self, step):
 
 def _one_key_too_many(mask):
     def wrong(self, scores, step):
-        limit, self.limit = self.limit, self.limit + 1
+        length, self.length = self.length, self.length + 1
         masked = mask(self, scores, step)
-        self.limit = limit
+        self.length = length
         return masked
 
     return wrong
@@ -200,7 +201,7 @@ def test_lowers_to_cuda(shape: tuple, dtype) -> None:
 OTHER_TUNINGS = [
     dict(cut="half", table="plain", partials="pieces"),
     dict(cut="half", splits=1),
-    dict(partials="pieces", merge="kernel", merge_columns=8),
+    dict(partials="pieces", merge="kernel", merge_columns=8, warpgroups=1),
 ]
 
 
@@ -216,32 +217,68 @@ def test_other_tunings_lower_to_cuda(tuning: dict) -> None:
 
 
 # queries, heads, head size, page, entries, window, q_start, keys short of the queries, splits, columns
+def _whole_last_tile(page_tiles):
+    def wrong(self, state):
+        stop, self.stop = self.stop, self.stop + self.t.tile // 2
+        state = page_tiles(self, state)
+        self.stop = stop
+        return state
+
+    return wrong
+
+
 CUTS = [
-    (4, (16, 1), 64, 16, 30, 300, 400, 0, 3, 8),
-    (7, (16, 1), 64, 32, 16, None, 455, 0, 4, 32),
+    (4, (16, 1), 64, 16, 30, 300, 400, 0, 4, 8),
+    pytest.param((7, (16, 1), 64, 32, 16, None, 455, 0, 4, 32), marks=pytest.mark.slow),
     (3, (16, 2), 64, 64, 5, 257, 700, 5, 2, 16),
     (8, (16, 1), 64, 128, 4, 200, 330, 0, 2, 64),  # pages too long to be cut within
     (8, (16, 1), 64, 64, 4, 64, 60, 0, 3, 8),  # splits without keys
 ]
 
 
-@pytest.mark.parametrize("cut", CUTS, ids=str)
-def test_splits_cut_within_tiles(cut: tuple) -> None:
+def cut_within_tiles(cut: tuple) -> tuple[Case, dict]:
     queries, heads, head_dim, page, entries, window, start, short, splits, columns = cut
     case = random_case(
         7, q_start=[start], kv_length=[start + queries - short], queries=queries, heads=heads, head_dim=head_dim,
         page=page, window=window, table_length=entries, dtype="bfloat16",
     )  # fmt: skip
-    static = dict(window=window, scale=0.1)
-    tuning = Tuning(
-        splits=splits, merge="kernel", merge_columns=columns, cut="half", table="plain", partials="pieces"
-    )  # fmt: skip
+    tuning = Tuning(splits=splits, merge="kernel", merge_columns=columns, cut="half", table="plain", partials="pieces")
+    return case, dict(window=window, scale=0.1, tuning=tuning, interpret=RACES)
+
+
+def reference_of(function, *args, tuning, interpret, **static):
+    return function(*args, **static)
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+def test_splits_cut_within_tiles(cut: tuple) -> None:
+    case, static = cut_within_tiles(cut)
     args = (case.q, *case.pages, case.q_start, case.kv_length)
-    actual = mosaic_sm90.attend(*args, **static, tuning=tuning, interpret=RACES)
-    assert_close(actual, REFERENCE.decode(*args, **static), "bfloat16")
+    assert_close(mosaic_sm90.attend(*args, **static), reference_of(REFERENCE.decode, *args, **static), "bfloat16")
+
+
+def test_block_keys_with_splits_cut_within_tiles() -> None:
+    case, static = cut_within_tiles(CUTS[0])
     args = (case.q, *case.block, *case.pages, case.q_start)
-    actual = block_attention_mosaic(*args, **static, causal=False, tuning=tuning, interpret=RACES)
-    assert_close(actual, REFERENCE.block(*args, **static, causal=False), "bfloat16")
+    actual = block_attention_mosaic(*args, **static, causal=False)
+    assert_close(actual, reference_of(REFERENCE.block, *args, **static, causal=False), "bfloat16")
+
+
+def test_one_warpgroup_a_block() -> None:
+    case, static = cut_within_tiles(CUTS[-1])
+    static["tuning"] = dataclasses.replace(static["tuning"], warpgroups=1)
+    args = (case.q, *case.pages, case.q_start, case.kv_length)
+    assert_close(mosaic_sm90.attend(*args, **static), reference_of(REFERENCE.decode, *args, **static), "bfloat16")
+
+
+def test_a_mutant_of_the_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, static = cut_within_tiles(CUTS[0])
+    static["interpret"] = _mosaic.interpreter()
+    args = (case.q, *case.pages, case.q_start, case.kv_length)
+    expected = reference_of(REFERENCE.decode, *args, **static)
+    monkeypatch.setattr(mosaic_sm90.Compute, "page_tiles", _whole_last_tile(mosaic_sm90.Compute.page_tiles))
+    with pytest.raises(AssertionError):
+        assert_close(mosaic_sm90.attend(*args, **static), expected, "bfloat16")
 
 
 REFUSED = [
@@ -283,7 +320,7 @@ def test_a_named_kernel_does_not_fall_back(implementation: str) -> None:
     "field, value",
     [
         *(("tile", 32), ("stages", 1), ("splits", 0), ("merge", "atomic"), ("merge_columns", 12)),
-        *(("cut", "page"), ("table", "none"), ("partials", "columns")),
+        *(("cut", "page"), ("table", "none"), ("partials", "columns"), ("warpgroups", 3)),
     ],
 )
 def test_tuning_is_validated(field: str, value) -> None:

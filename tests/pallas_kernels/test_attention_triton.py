@@ -36,7 +36,7 @@ def test_attend_compiles(head_dim: int, capability: int) -> None:
         constants = dict(
             **SHAPE, DIM=head_dim, DIM_PADDED=padded, PAGE=64 if block else 16, ENTRIES=65, REACH=4096,
             SCALE_LOG2=scale, HAS_BLOCK=block, CAUSAL=False, SPLITS=splits, CHUNKS=1, ROWS=128 if padded <= 128 else 64,
-            TILE=64 if padded <= 128 else 32, BLOCK_TILE=16, STAGES=3 if padded <= 128 else 2,
+            TILE=64 if padded <= 128 else 32, BLOCK_TILE=16, STAGES=3 if padded <= 128 else 2, ONE_LOOP=not block,
         )  # fmt: skip
         outputs = dict(out_ptr=BF16 if splits == 1 else F32, lse_ptr=F32)
         assert compile_for(triton_kernel.attend, capability, inputs | outputs, constants, warps=8)
