@@ -23,42 +23,44 @@ plgpu = _mosaic.plgpu
 WGMMA: Any = fragmented_array.WGMMA_LAYOUT
 SLAB = 64  # bytes of a weight's row that one step of `weights` takes: 16 for each of 4 threads
 
-# Four e4m3 codes -> two pairs of bfloat16: value 2^-120, times a scale in both halves of $3. Even codes, odd codes.
+# Four e4m3 codes b0 to b3 -> (b0, b1), (b2, b3) as bfloat16: value 2^-8, times a scale in both halves of $3. A byte is
+# extended with its sign, which so reaches the top; what is between sign and exponent is cleared; 0x7780 is 2^112.
 E4M3 = """{
-.reg .b32 t, u;
-shl.b32 t, $2, 8;
-and.b32 t, t, 0x80008000;
-shl.b32 u, $2, 4;
-lop3.b32 t, u, 0x07f007f0, t, 0xea;
-shr.b32 u, $2, 4;
-and.b32 u, u, 0x07f007f0;
-lop3.b32 u, $2, 0x80008000, u, 0xea;
+.reg .b32 t, u, m;
+mov.b32 m, 0x77807780;
+prmt.b32 t, $2, 0, 0x9180;
+shl.b32 t, t, 4;
+and.b32 t, t, 0x87f087f0;
+prmt.b32 u, $2, 0, 0xb3a2;
+shl.b32 u, u, 4;
+and.b32 u, u, 0x87f087f0;
+mul.rn.bf16x2 t, t, m;
+mul.rn.bf16x2 u, u, m;
 mul.rn.bf16x2 $0, t, $3;
 mul.rn.bf16x2 $1, u, $3;
 }"""
 
-# Eight e2m1 codes n0 to n7 -> (n0, n4), (n1, n5), (n2, n6), (n3, n7): value 2^-126, times a scale in both halves of $5.
+# Eight e2m1 codes n0 to n7 -> (n0, n1), (n2, n3), (n4, n5), (n6, n7): value 2^-126, times a scale in both halves of $5.
+# The same with the low nibbles moved to the top of their bytes.
 E2M1 = """{
-.reg .b32 t, u;
-shl.b32 t, $4, 12;
-and.b32 t, t, 0x80008000;
-shl.b32 u, $4, 6;
-lop3.b32 u, u, 0x01c001c0, t, 0xea;
-mul.rn.bf16x2 $0, u, $5;
-shl.b32 t, $4, 8;
-and.b32 t, t, 0x80008000;
-shl.b32 u, $4, 2;
-lop3.b32 u, u, 0x01c001c0, t, 0xea;
-mul.rn.bf16x2 $1, u, $5;
-shl.b32 t, $4, 4;
-and.b32 t, t, 0x80008000;
-shr.b32 u, $4, 2;
-lop3.b32 u, u, 0x01c001c0, t, 0xea;
+.reg .b32 l, s, t, u, v;
+shl.b32 l, $4, 4;
+prmt.b32 s, l, $4, 0xc480;
+prmt.b32 t, l, $4, 0xd591;
+prmt.b32 u, l, $4, 0xe6a2;
+prmt.b32 v, l, $4, 0xf7b3;
+shl.b32 s, s, 2;
+shl.b32 t, t, 2;
+shl.b32 u, u, 2;
+shl.b32 v, v, 2;
+and.b32 s, s, 0x81c081c0;
+and.b32 t, t, 0x81c081c0;
+and.b32 u, u, 0x81c081c0;
+and.b32 v, v, 0x81c081c0;
+mul.rn.bf16x2 $0, s, $5;
+mul.rn.bf16x2 $1, t, $5;
 mul.rn.bf16x2 $2, u, $5;
-shr.b32 u, $4, 6;
-and.b32 u, u, 0x01c001c0;
-lop3.b32 u, $4, 0x80008000, u, 0xea;
-mul.rn.bf16x2 $3, u, $5;
+mul.rn.bf16x2 $3, v, $5;
 }"""
 
 # Two e4m3 scales in the low 16 bits -> each times 2^118 in both halves of a register; 2^127 and 2^111 are bfloat16.
@@ -74,28 +76,24 @@ prmt.b32 $0, t, 0, 0x1010;
 prmt.b32 $1, t, 0, 0x3232;
 }"""
 
-E8M0_SHIFT, E8M0_INFINITE = 60, 195  # scale byte s has exponent field s + 60; from 195 on that field is infinity's
+BOTH, SMALLEST = 0x0080_0080, 0x0040_0040  # scale byte 1 and 0, 2^-126 and 2^-127, in both halves of a register
 
 
 def reorder(form: Format, x: Any) -> Any:
     """x [..., K] in the order in which the kernel multiplies along K; K a multiple of 64 for MXFP8, 128 for NVFP4.
 
-    Thread q of 4 holds 16 consecutive bytes of a slab of 64, and the layout gives it columns 2 q and 2 q + 1 of each 8.
+    Thread q of 4 holds 16 consecutive bytes of a slab of 64, and the layout gives it columns 2 q and 2 q + 1 of each 8:
+    pairs j of the inputs of thread q and thread q of pairs j are swapped, which XLA fuses into what makes x.
     """
-    lead, n = x.shape[:-1], x.ndim - 1
-    if form is MXFP8:  # input 64 s + 16 q + 4 c + 2 i + o is at 64 s + 16 c + 8 o + 2 q + i
-        split, order = (4, 4, 2, 2), (0, 2, 4, 1, 3)
-    else:  # input 128 s + 32 q + 8 c + 4 e + 2 h + o is at 128 s + 32 c + 16 h + 8 o + 2 q + e
-        split, order = (4, 4, 2, 2, 2), (0, 2, 4, 5, 1, 3)
-    axes = (*range(n), *(n + i for i in order))
-    return x.reshape(*lead, x.shape[-1] // (64 * form.per_byte), *split).transpose(axes).reshape(x.shape)
+    pairs = x.reshape(*x.shape[:-1], -1, 4, 8 * form.per_byte, 2)
+    return pairs.swapaxes(-2, -3).reshape(x.shape)
 
 
 def weights(form: Format, codes: Any, scales: Any, slab: int, *, scale_stride: int) -> tuple[Any, ...]:
     """bfloat16 fragments [64, 64] of slab number `slab` of codes [64, bytes] in shared memory, ordered as by `reorder`.
 
     `scales` is [64, blocks] in shared memory, its rows `scale_stride` bytes apart, for the same inputs as `codes`. One
-    fragment for MXFP8, two for NVFP4; the left-over power of two is `form.factor`.
+    fragment for MXFP8, two for NVFP4; `LEFT_OVER` is missing.
     """
     fragment = plgpu.ShapeDtypeStruct((64, 64), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
     code_stride = codes.shape[-1]
@@ -113,8 +111,7 @@ def weights(form: Format, codes: Any, scales: Any, slab: int, *, scale_stride: i
             if form is MXFP8:
                 at = _add(at, _add(arith.shrui(q, _i32(1)), _i32(2 * slab)))
                 byte = arith.extui(_i32_type(), llvm.load(_integer(8), _address(scale_base, at)))
-                byte = arith.minui(byte, _i32(E8M0_INFINITE))
-                scale = _add(_multiply(byte, 0x0080_0080), _i32(E8M0_SHIFT * 0x0080_0080))
+                scale = arith.maxui(_multiply(byte, BOTH), _i32(SMALLEST))
                 columns.append([r for word in words for r in _asm(2, [word, scale], E4M3)])
             else:
                 at = _add(at, _add(_multiply(q, 2), _i32(8 * slab)))

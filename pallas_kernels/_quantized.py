@@ -1,16 +1,17 @@
 """Weights in MXFP8 and NVFP4 as the kernels take them: what is in a weight, and the exact dequantisation.
 
 The kernels build bfloat16 from the bits of a code with shifts and masks, which leaves every value too small by a fixed
-power of two; a scale gets another one, and what is left over goes into one float32 factor at the end:
+power of two. Products with powers of two, which bfloat16 knows up to 2^127, mend that:
 
-    MXFP8  code: bits (b & 0x7f) << 4 | (b & 0x80) << 8   = value 2^-120
-           scale byte s: exponent field s + 60            = 2^(s - 127) 2^60,   factor 2^60
+    MXFP8  code: bits (b & 0x7f) << 4 | (b & 0x80) << 8   = value 2^-120, times 2^112 = value 2^-8
+           scale byte s: bits s << 7, or 0x40 for s = 0   = 2^(s - 127)
     NVFP4  code: bits (n & 7) << 6 | (n & 8) << 12        = value 2^-126
-           scale: bits b << 4, times 2^127, times 2^111   = scale 2^118,        factor 2^8 · global scale
+           scale: bits b << 4, times 2^127, times 2^111   = scale 2^118
 
-The product of code and scale is exact in bfloat16, subnormal codes and scales included, for every NVFP4 weight and for
-MXFP8 scale bytes from 63 to 194. Below 63, weights round to a multiple of 2^-73; above 194 (weights beyond 2^59) the
-scale is taken as infinity, and the result is inf or NaN. Codes and scales that are NaN are not looked for.
+So code times scale is weight 2^-8 in bfloat16, and `LEFT_OVER`, the rest, is in one float32 factor at the end. That is
+exact for every NVFP4 weight, subnormal codes and scales included, and for MXFP8 as far as float32 goes: below scale
+byte 11 weights round to multiples of 2^-125. The 2^-8 keeps the largest, 448 2^127, finite.
+Codes and scales that are NaN are not looked for.
 """
 
 import dataclasses
@@ -41,34 +42,36 @@ class QuantizedWeight(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """A storage format: how many inputs share a scale, how many a byte holds, and the kernels' left-over factor."""
+    """A storage format: how many inputs share a scale, how many a byte holds, whether a global scale divides."""
 
     name: FormatName
     block: int
     per_byte: int
-    factor: float
+    divides: bool = False
 
     def bytes(self, inputs: int) -> int:
         """Bytes of codes of so many inputs."""
         return inputs // self.per_byte
 
 
-MXFP8 = Format("mxfp8", block=32, per_byte=1, factor=2.0**60)
-NVFP4 = Format("nvfp4", block=16, per_byte=2, factor=2.0**8)
+MXFP8 = Format("mxfp8", block=32, per_byte=1)
+NVFP4 = Format("nvfp4", block=16, per_byte=2)
+NVFP4_DIVIDED = dataclasses.replace(NVFP4, divides=True)
 FORMATS = {f.name: f for f in (MXFP8, NVFP4)}
+LEFT_OVER = 2.0**8  # what the weights of the kernels lack
 
 
 @dataclasses.dataclass(frozen=True)
 class Operands:
-    """A weight taken apart for a kernel: codes [..., out, bytes], scale [..., out, blocks], factor float32 [...].
+    """A weight taken apart for a kernel: codes [..., out, bytes], scale [..., out, blocks], global_scale float32 [...].
 
-    The factor makes a kernel's accumulator the result: the format's left-over power of two, and the global scale.
+    The global scale is as the weight has it (1 for MXFP8): a kernel reads it, and no other is needed to prepare it.
     """
 
     format: Format
     codes: Any
     scale: Any
-    factor: Any
+    global_scale: Any
 
     @property
     def out_size(self) -> int:
@@ -77,6 +80,11 @@ class Operands:
     @property
     def in_size(self) -> int:
         return self.codes.shape[-1] * self.format.per_byte
+
+    @property
+    def factor(self) -> jax.Array:
+        """float32 [...], by which code times scale is to be multiplied."""
+        return jnp.float32(1) / self.global_scale if self.format.divides else self.global_scale
 
 
 def take_apart(weight: Any, name: str = "weight") -> Operands:
@@ -107,13 +115,14 @@ def take_apart(weight: Any, name: str = "weight") -> Operands:
         )
     if inputs % form.block:
         raise ValueError(f"{name} must have an input axis in blocks of {form.block}, got {inputs} inputs.")
-    return Operands(form, codes, scale, _factor(weight, form, name))
+    form, global_scale = _global_scale(weight, form, name)
+    return Operands(form, codes, scale, global_scale)
 
 
-def _factor(weight: Any, form: Format, name: str) -> Any:
+def _global_scale(weight: Any, form: Format, name: str) -> tuple[Format, Any]:
     lead = weight.codes.shape[:-2]
     if form is MXFP8:
-        return jnp.full(lead, form.factor, jnp.float32)
+        return form, jnp.ones(lead, jnp.float32)
     missing = [a for a in ("global_scale", "global_scale_op") if not hasattr(weight, a)]
     if missing:
         raise TypeError(f"{name} is NVFP4 (codes uint8) and lacks {' and '.join(missing)}.")
@@ -122,25 +131,29 @@ def _factor(weight: Any, form: Format, name: str) -> Any:
         raise ValueError(f"{name}.global_scale must be float32 {lead}, got {scale.dtype} {scale.shape}.")
     if op not in ("multiply", "divide"):
         raise ValueError(f'{name}.global_scale_op must be "multiply" or "divide", got {op!r}.')
-    power = jnp.full(lead, form.factor, jnp.float32)
-    return power * scale if op == "multiply" else power / scale
+    return NVFP4_DIVIDED if op == "divide" else form, scale
 
 
 def dequantize(operands: Operands, dtype: Any) -> jax.Array:
     """[..., out, in] in `dtype`, computed in float32 and rounded once.
 
-    The factor beside the format's own (the global scale of NVFP4) costs one more rounding if it is no power of two.
+    The global scale of NVFP4 costs one more rounding if it is no power of two.
     """
-    form, codes = operands.format, operands.codes
-    if form is MXFP8:
-        # Scale byte 0 is 2^-127, subnormal in float32, which XLA may flush: halve the codes instead.
-        byte = _spread(operands.scale, form.block)
-        power = lax.bitcast_convert_type(jnp.maximum(byte, jnp.uint8(1)).astype(jnp.uint32) << 23, jnp.float32)
-        values = codes.astype(jnp.float32)
-        return (jnp.where(byte == 0, jnp.float32(0.5) * values, values) * power).astype(dtype)
-    values = unpack_e2m1(codes) * _spread(operands.scale.astype(jnp.float32), form.block)
-    factor = (operands.factor * jnp.float32(1 / form.factor))[..., None, None]
-    return (values * jnp.broadcast_to(factor, values.shape)).astype(dtype)
+    values = dequantize_blocks(operands.format, operands.codes, operands.scale)
+    if operands.format is MXFP8:
+        return values.astype(dtype)
+    return (values * jnp.broadcast_to(operands.factor[..., None, None], values.shape)).astype(dtype)
+
+
+def dequantize_blocks(form: Format, codes: jax.Array, scale: jax.Array) -> jax.Array:
+    """Code times scale, float32 [..., out, in], exact; without the global scale of NVFP4."""
+    if form is not MXFP8:
+        return unpack_e2m1(codes) * _spread(scale.astype(jnp.float32), form.block)
+    # Scale byte 0 is 2^-127, subnormal in float32, which XLA may flush: halve the codes instead.
+    byte = _spread(scale, form.block)
+    power = lax.bitcast_convert_type(jnp.maximum(byte, jnp.uint8(1)).astype(jnp.uint32) << 23, jnp.float32)
+    values = codes.astype(jnp.float32)
+    return jnp.where(byte == 0, jnp.float32(0.5) * values, values) * power
 
 
 def unpack_e2m1(codes: jax.Array) -> jax.Array:

@@ -57,16 +57,16 @@ def multiply(
     if rows != padded and padded != tiling.tokens:
         raise ValueError(f"only one tile may be cut short, got {rows} of {padded} rows with {tiling}.")
     problem = Problem(
-        form=first.format, inputs=inputs, outputs=outputs, blocks=padded // tiling.tokens, rows=rows,
-        steps_a_scale=scale_steps(first.format, tiling, inputs), swiglu=swiglu, grouped=experts is not None,
-        multiprocessors=multiprocessors,
+        form=first.format, divides=tuple(weight.format.divides for weight in weights), inputs=inputs, outputs=outputs,
+        blocks=padded // tiling.tokens, rows=rows, steps_a_scale=scale_steps(first.format, tiling, inputs),
+        swiglu=swiglu, grouped=experts is not None, multiprocessors=multiprocessors,
     )  # fmt: skip
     operands = [x]
     names = ["x"]
     for i, weight in enumerate(weights):
         flat = [a.reshape(-1, a.shape[-1]) for a in (weight.codes, weight.scale)]
-        operands += [*flat, weight.factor.reshape(-1)]
-        names += [f"codes{i}", f"scale{i}", f"factor{i}"]
+        operands += [*flat, weight.global_scale.reshape(-1)]
+        names += [f"codes{i}", f"scale{i}", f"global_scale{i}"]
     if experts is not None:
         operands.append(experts)
         names.append("experts")

@@ -12,17 +12,14 @@ from jax import lax
 from pallas_kernels import _mosaic as gpu
 from pallas_kernels import _mosaic_fragments as fragments
 from pallas_kernels._mosaic_fragments import reorder
-from pallas_kernels._quantized import MXFP8, Format, Operands, dequantize
-from pallas_kernels._quantized_mosaic_tiling import Swiglu, Tiling
-
-# Registers of a thread where the accumulator is large, by computing warpgroups. Any more and the launch waits for ever:
-# the sum over warpgroups, 128 threads each, is at most 65,536.
-REGISTERS, COPYING_REGISTERS = {2: 232, 3: 152, 4: 112}, 40
+from pallas_kernels._quantized import LEFT_OVER, MXFP8, Format, dequantize_blocks
+from pallas_kernels._quantized_mosaic_tiling import Swiglu, Tiling, registers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Problem:
     form: Format
+    divides: tuple[bool, ...]
     inputs: int
     outputs: int
     blocks: int
@@ -62,21 +59,19 @@ class Block:
         self.block, self.warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
         self.blocks = refs["experts"][0] if problem.grouped else self.block * 0 + problem.blocks
         self.items = _divide(self.blocks * self.tiles - self.block + (self.grid - 1), self.grid)
+        self.registers = registers(problem.form, tiling)
 
     def run(self) -> None:
-        at_launch = 65536 // (128 * (self.computing + 1))
-        limited = self.computing in REGISTERS and self.t.tokens // 2 + 70 > at_launch
-
         @gpu.when(self.warpgroup < self.computing)
         def _compute() -> None:
-            if limited:
-                gpu.set_max_registers(REGISTERS[self.computing], action="increase")
+            if self.registers.computing:
+                gpu.set_max_registers(self.registers.computing, action="increase")
             self.compute()
 
         @gpu.when(self.warpgroup == self.computing)
         def _memory() -> None:
-            if limited:
-                gpu.set_max_registers(COPYING_REGISTERS, action="decrease")
+            if self.registers.computing:
+                gpu.set_max_registers(self.registers.copying, action="decrease")
             self.memory()
 
     def locate(self, item: Any) -> tuple[Any, Any]:
@@ -193,8 +188,8 @@ class Block:
                 for weights in fragments.weights(form, codes, scales, slab, scale_stride=stride):
                     gpu.multiply_registers(accumulator, weights, x.at[:, gpu.ds(column, 64)])
                     column += 64
-                if slab + 1 < slabs:  # the next slab is dequantised while this one is multiplied
-                    gpu.wait_products(form.per_byte)
+                if slab + 1 < slabs:  # the next slab is dequantised while this one is multiplied, if both have room
+                    gpu.wait_products(form.per_byte if self.registers.room else 0)
             gpu.wait_products(0)
 
         def run(accumulator: Any) -> jax.Array:
@@ -254,9 +249,10 @@ class Block:
         def total(i: int, weight: int) -> jax.Array:
             count = t.warpgroups if p.swiglu else 1
             mine = parts[i::count]
-            factor = p.form.factor if p.form is MXFP8 else g[f"factor{weight}"][expert]
-            if self.interpret is not None:
-                factor = factor / p.form.factor
+            factor = 1.0 if self.interpret is not None else LEFT_OVER
+            if p.form is not MXFP8:
+                scale = g[f"global_scale{weight}"][expert]
+                factor = jnp.float32(factor) / scale if p.divides[weight] else scale * jnp.float32(factor)
             return functools.reduce(jnp.add, mine[1:], mine[0]) * factor
 
         if p.swiglu:
@@ -274,8 +270,7 @@ class Block:
 def plain_weights(form: Format, codes: jax.Array, scales: jax.Array) -> jax.Array:
     """What the warpgroups make of [64, bytes] codes and [64, blocks] scales, in float32, in the kernel's order of K."""
     # Without their power of two, which would make some subnormal: interpreters may flush those.
-    values = dequantize(Operands(form, codes, scales, jnp.float32(form.factor)), jnp.float32)
-    return reorder(form, values)
+    return reorder(form, dequantize_blocks(form, codes, scales))
 
 
 def _divide(a: Any, b: int) -> Any:

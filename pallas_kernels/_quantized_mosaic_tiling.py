@@ -8,6 +8,9 @@ import jax.numpy as jnp
 from pallas_kernels import _mosaic as gpu
 from pallas_kernels._quantized import Format
 
+# Registers of a thread, computing and copying, where those at launch do not do, by computing warpgroups. With more the
+# launch waits for ever: over all warpgroups there are as many as at launch, a multiple of 8 for each thread.
+REGISTERS = {2: (232, 40), 3: (152, 40), 4: (112, 32)}
 SCALE_BYTES = 64  # in one copy of 64 rows, of a row, about; less where there are more rows
 
 
@@ -64,6 +67,35 @@ class Swiglu:
         gate = jnp.minimum(gate, self.limit)
         up = jnp.minimum(jnp.maximum(up, -self.limit), self.limit)
         return gate / (1.0 + jnp.exp(-self.alpha * gate)) * (up + 1.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Registers:
+    """What the warpgroups ask for once they know their work.
+
+    Attributes:
+      computing, copying: registers of a thread of a computing and of the copying warpgroup; 0: as at launch.
+      room: there are enough to make the weights of a slab while those of the one before are multiplied.
+    """
+
+    computing: int
+    copying: int
+    room: bool
+
+
+def registers(form: Format, tiling: Tiling) -> Registers:
+    """A thread holds its accumulator, the weights of two slabs, and about 24 to 32 registers more.
+
+    Where it is short of them ptxas waits for each product by itself: C7512, "wgmma.mma_async instructions are
+    serialized". So it said at 96 registers of NVFP4 with 24 rows a tile, and of both with 4 warpgroups and 128 rows.
+    """
+    computing = tiling.warpgroups * tiling.split
+    needed = tiling.tokens // 2 + 32 * form.per_byte
+    at_launch = 65536 // (128 * (computing + 1)) // 8 * 8
+    if computing not in REGISTERS or needed + 32 < at_launch:
+        return Registers(0, 0, needed + 24 <= at_launch)
+    more, copying = REGISTERS[computing]
+    return Registers(more, copying, needed + 24 <= more)
 
 
 def scale_steps(form: Format, tiling: Tiling, inputs: int) -> int:

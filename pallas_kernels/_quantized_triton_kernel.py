@@ -14,33 +14,43 @@ import triton.language as tl
 
 @triton.jit
 def e4m3_bytes(codes):
-    """4 codes -> bfloat16 value 2^-120, in order."""
+    """4 codes -> bfloat16 value 2^-8, in order.
+
+    A byte is extended with its sign, which so reaches the top; then what is between sign and exponent is cleared, and
+    a product with 2^112, the bits 0x7780, puts the exponent right. A product is a sum with -0: Ampere has no plain one.
+    """
     return tl.inline_asm_elementwise(
         """{
-        .reg .b32 h, l;
-        shr.b32 h, $2, 4;
-        and.b32 h, h, 0x07070707;
-        lop3.b32 h, $2, 0x80808080, h, 0xea;
-        shl.b32 l, $2, 4;
-        and.b32 l, l, 0xf0f0f0f0;
-        prmt.b32 $0, l, h, 0x5140;
-        prmt.b32 $1, l, h, 0x7362;
+        .reg .b32 t, u, m, z;
+        mov.b32 m, 0x77807780;
+        mov.b32 z, 0x80008000;
+        prmt.b32 t, $2, 0, 0x9180;
+        shl.b32 t, t, 4;
+        and.b32 t, t, 0x87f087f0;
+        fma.rn.bf16x2 $0, t, m, z;
+        prmt.b32 u, $2, 0, 0xb3a2;
+        shl.b32 u, u, 4;
+        and.b32 u, u, 0x87f087f0;
+        fma.rn.bf16x2 $1, u, m, z;
         }""", "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4)  # fmt: skip
 
 
 @triton.jit
 def e4m3_pairs(codes):
-    """2 pairs b0 b1, b2 b3 -> (b0, b2), (b1, b3) as bfloat16 value 2^-120."""
+    """2 pairs b0 b1, b2 b3 -> (b0, b2), (b1, b3) as bfloat16 value 2^-8; see `e4m3_bytes`."""
     return tl.inline_asm_elementwise(
         """{
-        .reg .b32 t, u;
-        shl.b32 t, $2, 8;
-        and.b32 t, t, 0x80008000;
-        shl.b32 u, $2, 4;
-        lop3.b32 $0, u, 0x07f007f0, t, 0xea;
-        shr.b32 u, $2, 4;
-        and.b32 u, u, 0x07f007f0;
-        lop3.b32 $1, $2, 0x80008000, u, 0xea;
+        .reg .b32 t, u, m, z;
+        mov.b32 m, 0x77807780;
+        mov.b32 z, 0x80008000;
+        prmt.b32 t, $2, 0, 0xa280;
+        shl.b32 t, t, 4;
+        and.b32 t, t, 0x87f087f0;
+        fma.rn.bf16x2 $0, t, m, z;
+        prmt.b32 u, $2, 0, 0xb391;
+        shl.b32 u, u, 4;
+        and.b32 u, u, 0x87f087f0;
+        fma.rn.bf16x2 $1, u, m, z;
         }""", "=r,=r,r", [codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2)  # fmt: skip
 
 
@@ -95,10 +105,7 @@ def e2m1_pairs(codes):
 
 @triton.jit
 def e4m3_scales(scales):
-    """4 scales that are not negative -> bfloat16 value 2^118, by the exact factors 2^127 and 2^111.
-
-    A product is a sum with -0 here: Ampere has no plain one.
-    """
+    """4 scales that are not negative -> bfloat16 value 2^118, by the exact factors 2^127 and 2^111."""
     return tl.inline_asm_elementwise(
         """{
         .reg .b32 h, l, a, b, m, n, z;
@@ -120,10 +127,8 @@ def e4m3_scales(scales):
 
 @triton.jit
 def e8m0_scales(scales):
-    """Scale byte s -> bfloat16 2^(s - 127) 2^60; infinity from byte 195 on."""
-    scales = scales.to(tl.uint16)
-    field = tl.where(scales > 194, 255, scales + 60).to(tl.uint16)
-    return (field << 7).to(tl.bfloat16, bitcast=True)
+    """Scale byte s -> bfloat16 2^(s - 127), exponent field s; 0x40 is 2^-127."""
+    return tl.maximum(scales.to(tl.uint16) << 7, 0x40).to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
@@ -142,14 +147,23 @@ def load(pointers, exists, ALWAYS: tl.constexpr):
 
 
 @triton.jit
+def left_over(global_scale, DIVIDES: tl.constexpr):
+    """What the sums of `multiply_step` lack: 2^8 and the global scale (1 for MXFP8)."""
+    if DIVIDES:
+        return 256.0 / global_scale
+    else:
+        return 256.0 * global_scale
+
+
+@triton.jit
 def multiply_step(
     acc, codes_ptr, scale_ptr, x_ptr, features, tokens, token_exists, start,
     IN: tl.constexpr, BLOCK_OUT: tl.constexpr, STEP: tl.constexpr, FORMAT: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """acc [BLOCK_OUT, BLOCK_TOKENS] += W[features, start : start + STEP] @ x[tokens, start : start + STEP]^T.
 
-    FORMAT is "mxfp8", "nvfp4" or "bf16" (whose scale_ptr is not read). Inputs beyond IN count as zero. Left over in
-    the end: 2^-60 for MXFP8, 2^-8 and the global scale for NVFP4.
+    FORMAT is "mxfp8", "nvfp4" or "bf16" (whose scale_ptr is not read). Inputs beyond IN count as zero. Of quantised
+    weights `left_over` is to be multiplied in the end.
     """
     EVEN: tl.constexpr = IN % STEP == 0
     # Inputs of one element that is loaded.

@@ -50,15 +50,15 @@ def grouped_experts_mosaic(
     interpret: Any = None,
 ) -> jax.Array:
     p, k = problem, experts.shape[1]
-    first, last = p.formats[0], p.formats[2]
-    assert first is not None and last is not None
+    first, second, last = p.formats
+    assert first is not None and second is not None and last is not None
     routing = route(experts, num_experts=p.experts, tile=tilings[0].tokens)
     used_and_experts = jnp.concatenate([routing.used[None], jnp.maximum(routing.expert, 0)])
     # The copy engine takes rows that follow each other: gathered here, in the order along K that the kernel wants.
     rows = reorder(first, x)[jnp.maximum(routing.pairs, 0).reshape(-1) // k]
     rest: dict[str, Any] = dict(experts=used_and_experts, multiprocessors=multiprocessors, interpret=interpret)
     inner = multiply(
-        rows, [Operands(first, *gate), Operands(first, *up)], tiling=tilings[0], swiglu=Swiglu(p.alpha, p.limit),
+        rows, [Operands(first, *gate), Operands(second, *up)], tiling=tilings[0], swiglu=Swiglu(p.alpha, p.limit),
         name="grouped_experts_gate_up", **rest,
     )  # fmt: skip
     outputs = multiply(

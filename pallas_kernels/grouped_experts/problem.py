@@ -44,9 +44,9 @@ class Problem:
     def require_uniform(self, what: str) -> Format | None:
         """The format of gate and up, or NotImplementedError where a kernel that reads both at once cannot serve."""
         gate, up, _ = self.formats
-        if gate != up:
-            names = " and ".join(form.name if form else "plain" for form in (gate, up))
-            raise NotImplementedError(f"{what} takes gate and up of one format, got {names}.")
+        names = [form.name if form else "plain" for form in (gate, up)]
+        if names[0] != names[1]:
+            raise NotImplementedError(f"{what} takes gate and up of one format, got {' and '.join(names)}.")
         for form, dtype in zip(self.formats, self.dtypes, strict=True):
             if form is None and dtype != self.dtype:
                 raise NotImplementedError(f"{what} takes plain stacks of x's dtype {self.dtype}, got {dtype}.")

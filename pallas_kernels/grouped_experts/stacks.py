@@ -11,11 +11,11 @@ PLAIN = ("bfloat16", "float16", "float32")
 
 
 class Stack(NamedTuple):
-    """`codes` alone (plain), or with `scale` and one `factor` for each expert: see `_quantized.Operands`."""
+    """`codes` alone (plain), or with `scale` and one `global_scale` for each expert: see `_quantized.Operands`."""
 
     codes: jax.Array
     scale: jax.Array | None = None
-    factor: jax.Array | None = None
+    global_scale: jax.Array | None = None
 
 
 def read(name: str, weight: Any, shape: tuple[int, ...] | None = None) -> tuple[Stack, _quantized.Format | None]:
@@ -26,7 +26,7 @@ def read(name: str, weight: Any, shape: tuple[int, ...] | None = None) -> tuple[
     """
     if isinstance(weight, _quantized.QuantizedWeight):
         operands = _quantized.take_apart(weight, name)
-        stack, form = Stack(operands.codes, operands.scale, operands.factor), operands.format
+        stack, form = Stack(operands.codes, operands.scale, operands.global_scale), operands.format
         found = (*operands.codes.shape[:-1], operands.in_size)
     else:
         if str(getattr(weight, "dtype", type(weight).__name__)) not in PLAIN:

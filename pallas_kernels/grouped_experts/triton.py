@@ -68,6 +68,7 @@ def grouped_experts_triton(
 
     p, pairs = problem, tile >= 16
     outer, last = p.formats[0], p.formats[2]
+    divides = [form is not None and form.divides for form in p.formats]
     routing = route(experts, num_experts=p.experts, tile=tile)
     tiles = routing.expert.shape[0]
     sizes = dict(HIDDEN=p.hidden, INNER=p.inner, PAIRS=pairs, TILE=tile)
@@ -77,27 +78,29 @@ def grouped_experts_triton(
         kernel=triton_kernel.gate_up, out_shape=jax.ShapeDtypeStruct((tiles * tile, p.inner), jnp.bfloat16),
         grid=grid(tunings[0], tiles, p.inner), name="grouped_experts_gate_up", num_warps=tunings[0].warps,
         num_stages=tunings[0].stages, CHOICES=experts.shape[1], ALPHA=p.alpha, LIMIT=p.limit,
-        FORMAT=format_name(outer), NEXT_FORMAT=format_name(last), **constants(tunings[0]), **sizes,
+        FORMAT=format_name(outer), GATE_DIVIDES=divides[0], UP_DIVIDES=divides[1], NEXT_FORMAT=format_name(last),
+        **constants(tunings[0]), **sizes,
     )  # fmt: skip
     outputs = jax_triton.triton_call(
         inner, *operands(down, last, float8), routing.expert,
         kernel=triton_kernel.down, out_shape=jax.ShapeDtypeStruct((tiles * tile, p.hidden), jnp.bfloat16),
         grid=grid(tunings[1], tiles, p.hidden), name="grouped_experts_down", num_warps=tunings[1].warps,
-        num_stages=tunings[1].stages, FORMAT=format_name(last), **constants(tunings[1]), **sizes,
+        num_stages=tunings[1].stages, FORMAT=format_name(last), DIVIDES=divides[2],
+        **constants(tunings[1]), **sizes,
     )  # fmt: skip
     return combine(outputs, routing.places, exists(experts, p.experts), weights)
 
 
 def operands(stack: Stack, form: Format | None, float8: bool) -> tuple[jax.Array, ...]:
-    """Codes, scale and factor; a plain stack stands for the two that it lacks, and they are not read."""
+    """Codes, scale and global scale; a plain stack stands for the two that it lacks, and they are not read."""
     if form is None:
         return (stack.codes,) * 3
-    assert stack.scale is not None and stack.factor is not None
+    assert stack.scale is not None and stack.global_scale is not None
     codes, scale = (
         a if float8 or a.dtype == jnp.uint8 else lax.bitcast_convert_type(a, jnp.uint8)
         for a in (stack.codes, stack.scale)
     )
-    return codes, scale, stack.factor
+    return codes, scale, stack.global_scale
 
 
 def constants(tuning: Tuning) -> dict[str, Any]:

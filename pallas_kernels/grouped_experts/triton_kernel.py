@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from pallas_kernels._quantized_triton_kernel import multiply_step
+from pallas_kernels._quantized_triton_kernel import left_over, multiply_step
 
 
 @triton.jit
@@ -32,11 +32,12 @@ def locate(expert_ptr, TILES_FIRST: tl.constexpr):
 
 @triton.jit
 def gate_up(
-    x_ptr, gate_ptr, gate_scale_ptr, gate_factor_ptr, up_ptr, up_scale_ptr, up_factor_ptr, expert_ptr, pairs_ptr,
+    x_ptr, gate_ptr, gate_scale_ptr, gate_global_ptr, up_ptr, up_scale_ptr, up_global_ptr, expert_ptr, pairs_ptr,
     inner_ptr,  # output [tiles * TILE, INNER], in the order in which `down` reads it
     CHOICES: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-    FORMAT: tl.constexpr, NEXT_FORMAT: tl.constexpr, PAIRS: tl.constexpr, TILE: tl.constexpr, FEATURES: tl.constexpr,
-    STEP: tl.constexpr, STAGES: tl.constexpr, TILES_FIRST: tl.constexpr,
+    FORMAT: tl.constexpr, GATE_DIVIDES: tl.constexpr, UP_DIVIDES: tl.constexpr, NEXT_FORMAT: tl.constexpr,
+    PAIRS: tl.constexpr, TILE: tl.constexpr, FEATURES: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
+    TILES_FIRST: tl.constexpr,
 ):  # fmt: skip
     tile, expert, block = locate(expert_ptr, TILES_FIRST)
     if expert >= 0:
@@ -61,8 +62,8 @@ def gate_up(
                 STEP, FORMAT, PAIRS and FORMAT != "bf16",
             )  # fmt: skip
         if FORMAT != "bf16":
-            gate = gate * tl.load(gate_factor_ptr + expert)
-            up = up * tl.load(up_factor_ptr + expert)
+            gate = gate * left_over(tl.load(gate_global_ptr + expert), GATE_DIVIDES)
+            up = up * left_over(tl.load(up_global_ptr + expert), UP_DIVIDES)
         gate = tl.minimum(gate, LIMIT)
         up = tl.clamp(up, -LIMIT, LIMIT)
         values = (gate * tl.sigmoid(ALPHA * gate) * (up + 1.0)).to(inner_ptr.dtype.element_ty)
@@ -73,10 +74,10 @@ def gate_up(
 
 @triton.jit
 def down(
-    inner_ptr, down_ptr, down_scale_ptr, down_factor_ptr, expert_ptr,
+    inner_ptr, down_ptr, down_scale_ptr, down_global_ptr, expert_ptr,
     out_ptr,  # output [tiles * TILE, HIDDEN]
-    HIDDEN: tl.constexpr, INNER: tl.constexpr, FORMAT: tl.constexpr, PAIRS: tl.constexpr, TILE: tl.constexpr,
-    FEATURES: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, TILES_FIRST: tl.constexpr,
+    HIDDEN: tl.constexpr, INNER: tl.constexpr, FORMAT: tl.constexpr, DIVIDES: tl.constexpr, PAIRS: tl.constexpr,
+    TILE: tl.constexpr, FEATURES: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, TILES_FIRST: tl.constexpr,
 ):  # fmt: skip
     tile, expert, block = locate(expert_ptr, TILES_FIRST)
     if expert >= 0:
@@ -93,5 +94,5 @@ def down(
                 FEATURES, STEP, FORMAT, PAIRS and FORMAT != "bf16",
             )  # fmt: skip
         if FORMAT != "bf16":
-            total = total * tl.load(down_factor_ptr + expert)
+            total = total * left_over(tl.load(down_global_ptr + expert), DIVIDES)
         tl.store(out_ptr + place[None, :] * HIDDEN + feature[:, None], total.to(out_ptr.dtype.element_ty))

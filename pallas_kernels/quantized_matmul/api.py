@@ -25,8 +25,8 @@ def quantized_matmul(
         What is not looked for: NaN codes, an MXFP8 scale of 255 and an NVFP4 scale that is negative or NaN.
       implementation: None for the fastest one for this device and these shapes, or "mosaic", "triton", "xla".
 
-    The kernels make each weight exact in bfloat16 and apply the global scale to the float32 sums. Exceptions: an MXFP8
-    block whose scale is below 63 rounds to multiples of 2^-73, one above 194 (from 2^59 on) gives inf or NaN.
+    The kernels make each weight exact in bfloat16 and apply the global scale to the float32 sums. Exception: an MXFP8
+    block whose scale byte is below 11 (2^-116) rounds to multiples of 2^-125, where float32 ends too.
 
     Returns:
       [..., O] in x's dtype.
@@ -68,5 +68,5 @@ def quantized_matmul(
         order = choose_order(operands.format, max(rows.shape[0], 1), operands.out_size)
         builders = {name: builders[name] for name in (*order, "xla")}
     run: Any = _dispatch.choose("quantized_matmul", implementation, builders)
-    out = run(rows, operands.codes, operands.scale, operands.factor)
+    out = run(rows, operands.codes, operands.scale, operands.global_scale)
     return out.reshape(*x.shape[:-1], operands.out_size)

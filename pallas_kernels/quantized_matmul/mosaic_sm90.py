@@ -32,7 +32,7 @@ def quantized_matmul_mosaic(
     x: jax.Array,
     codes: jax.Array,
     scale: jax.Array,
-    factor: jax.Array,
+    global_scale: jax.Array,
     *,
     form: Format,
     multiprocessors: int = 132,
@@ -40,9 +40,9 @@ def quantized_matmul_mosaic(
     interpret: Any = None,
 ) -> jax.Array:
     """x bfloat16 [rows, in] -> bfloat16 [rows, out]."""
-    weight, rows = Operands(form, codes, scale, factor), x.shape[0]
+    weight, rows = Operands(form, codes, scale, global_scale), x.shape[0]
     tiling = tiling or choose_mosaic(form, rows, weight.out_size, weight.in_size, multiprocessors)
-    # The change of order and the padding are one cheap pass over x, fused into whatever makes x.
+    # XLA fuses this into what makes x, a norm or an activation; behind another kernel it is one more pass over x.
     x = reorder(form, jnp.pad(x, ((0, -rows % tiling.tokens), (0, 0))))
     run = functools.partial(multiply, tiling=tiling, multiprocessors=multiprocessors, interpret=interpret)
     return run(x, [weight], rows=rows if rows <= tiling.tokens else None)[:rows]

@@ -40,7 +40,7 @@ def quantized_matmul_triton(
     x: jax.Array,
     codes: jax.Array,
     scale: jax.Array,
-    factor: jax.Array,
+    global_scale: jax.Array,
     *,
     form: Format,
     multiprocessors: int = 132,
@@ -52,7 +52,7 @@ def quantized_matmul_triton(
 
     from pallas_kernels.quantized_matmul import triton_kernel
 
-    rows, weight = x.shape[0], Operands(form, codes, scale, factor)
+    rows, weight = x.shape[0], Operands(form, codes, scale, global_scale)
     t = tiling or choose_triton(form, rows, weight.out_size, weight.in_size, multiprocessors)
     if not float8:
         codes, scale = (lax.bitcast_convert_type(a, jnp.uint8) for a in (codes, scale))
@@ -60,10 +60,11 @@ def quantized_matmul_triton(
     if t.splits > 1:
         shape, dtype = (t.splits, *shape), jnp.float32
     out = jax_triton.triton_call(
-        reorder(form.name, t.pairs, x), codes, scale, factor.reshape(1), kernel=triton_kernel.quantized_matmul_kernel,
-        out_shape=jax.ShapeDtypeStruct(shape, dtype), name="quantized_matmul_triton", num_warps=t.warps,
-        grid=(-(-rows // t.tokens), -(-weight.out_size // t.features), t.splits), num_stages=t.stages, TOKENS=rows,
-        OUT=weight.out_size, IN=weight.in_size, FORMAT=form.name, PAIRS=t.pairs, BLOCK_OUT=t.features,
-        BLOCK_TOKENS=t.tokens, STEP=t.step, SPLITS=t.splits, STAGES=t.stages,
+        reorder(form.name, t.pairs, x), codes, scale, global_scale.reshape(1),
+        kernel=triton_kernel.quantized_matmul_kernel, out_shape=jax.ShapeDtypeStruct(shape, dtype),
+        grid=(-(-rows // t.tokens), -(-weight.out_size // t.features), t.splits), name="quantized_matmul_triton",
+        num_warps=t.warps, num_stages=t.stages, TOKENS=rows, OUT=weight.out_size, IN=weight.in_size, FORMAT=form.name,
+        DIVIDES=form.divides, PAIRS=t.pairs, BLOCK_OUT=t.features, BLOCK_TOKENS=t.tokens,
+        STEP=t.step, SPLITS=t.splits, STAGES=t.stages,
     )  # fmt: skip
     return out if t.splits == 1 else jnp.sum(out, axis=0).astype(jnp.bfloat16)

@@ -4,15 +4,16 @@
 import triton
 import triton.language as tl
 
-from pallas_kernels._quantized_triton_kernel import multiply_step
+from pallas_kernels._quantized_triton_kernel import left_over, multiply_step
 
 
 @triton.jit
 def quantized_matmul_kernel(
-    x_ptr, codes_ptr, scale_ptr, factor_ptr,  # inputs
+    x_ptr, codes_ptr, scale_ptr, global_scale_ptr,  # inputs
     out_ptr,  # bfloat16 [TOKENS, OUT], or with SPLITS > 1 float32 parts [SPLITS, TOKENS, OUT]
-    TOKENS: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr, FORMAT: tl.constexpr, PAIRS: tl.constexpr,
-    BLOCK_OUT: tl.constexpr, BLOCK_TOKENS: tl.constexpr, STEP: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
+    TOKENS: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr, FORMAT: tl.constexpr, DIVIDES: tl.constexpr,
+    PAIRS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_TOKENS: tl.constexpr, STEP: tl.constexpr, SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     split = tl.program_id(2)
     feature = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
@@ -22,7 +23,7 @@ def quantized_matmul_kernel(
         row = feature
     else:
         row = tl.minimum(feature, OUT - 1)  # read again, not stored
-    factor = tl.load(factor_ptr)
+    factor = left_over(tl.load(global_scale_ptr), DIVIDES)
     STEPS: tl.constexpr = (IN + STEP - 1) // STEP
     acc = tl.zeros((BLOCK_OUT, BLOCK_TOKENS), tl.float32)
     for step in tl.range(split * STEPS // SPLITS, (split + 1) * STEPS // SPLITS, num_stages=STAGES):

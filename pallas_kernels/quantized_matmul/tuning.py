@@ -2,8 +2,8 @@
 
 The order of implementations and the candidates come from times on an H200 (132 multiprocessors, 4.3 TB/s). An MXFP8
 weight [8192, 6144], in microseconds: 1 row Mosaic 15.6, Triton 17.9; 8 rows 15.9 and 17.8; 64 rows 19.9 and 31.7 (with
-the reorder of x: 16.9, 17.9; 17.3, 17.8; 24.7, 33.4). Among the
-candidates for a number of rows the one with the least estimated time wins: waves of tiles over the multiprocessors,
+the reorder of x as a kernel of its own, in an order that is no longer used: 16.9, 17.9; 17.3, 17.8; 24.7, 33.4). Among
+the candidates for a number of rows the one with the least estimated time wins: waves of tiles over the multiprocessors,
 each as long as its products or its reads of W and x out of the cache take.
 """
 
@@ -58,6 +58,8 @@ class Entry:
     Attributes:
       rows: the most rows this entry is for.
       order: implementations that are faster than XLA, best first.
+      least_fill: share of the multiprocessors, over all waves, that Mosaic's tiles of 64 output features must keep
+        busy; with less Triton comes first, which cuts finer.
       mosaic: candidates, the one that is best where all fill the chip first.
       triton: tiling; features and splits are for a weight that fills the chip, `choose_triton` fits them to others.
     """
@@ -66,6 +68,7 @@ class Entry:
     order: tuple[Implementation, ...]
     mosaic: tuple[Candidate, ...]
     triton: _quantized_triton.Tiling
+    least_fill: float = 0.0
 
     def __post_init__(self) -> None:
         if self.rows < 1:
@@ -74,6 +77,8 @@ class Entry:
             raise ValueError(f'order must name "mosaic" and "triton" at most once each, got {self.order}.')
         if not self.mosaic:
             raise ValueError("mosaic must hold at least one candidate, got none.")
+        if not 0 <= self.least_fill <= 1:
+            raise ValueError(f"least_fill must be a share from 0 to 1, got {self.least_fill}.")
 
 
 MOST_STAGES = 8
@@ -94,7 +99,10 @@ _WIDE = (Candidate(warpgroups=1, split=4, tokens=16, step=512), *_FEW)
 
 TABLE: dict[FormatName, tuple[Entry, ...]] = {
     "mxfp8": (
-        Entry(rows=8, order=("mosaic", "triton"), mosaic=_FEW, triton=_T(features=64, tokens=8, step=256, stages=5)),
+        Entry(
+            rows=8, order=("mosaic", "triton"), mosaic=_FEW, least_fill=0.9,
+            triton=_T(features=64, tokens=8, step=256, stages=5),
+        ),
         Entry(rows=16, order=("mosaic", "triton"), mosaic=_FEW, triton=_T(features=64, tokens=16, step=256)),
         Entry(rows=32, order=("mosaic", "triton"), mosaic=_SOME, triton=_T(features=64, tokens=32, step=128)),
         Entry(rows=64, order=("mosaic", "triton"), mosaic=_SOME, triton=_T(features=64, tokens=64, step=128)),
@@ -104,7 +112,10 @@ TABLE: dict[FormatName, tuple[Entry, ...]] = {
         ),
     ),
     "nvfp4": (
-        Entry(rows=8, order=("mosaic", "triton"), mosaic=_WIDE, triton=_T(features=64, tokens=8, step=512)),
+        Entry(
+            rows=8, order=("mosaic", "triton"), mosaic=_WIDE, least_fill=0.9,
+            triton=_T(features=64, tokens=8, step=512),
+        ),
         Entry(rows=16, order=("mosaic", "triton"), mosaic=_WIDE, triton=_T(features=64, tokens=16, step=256)),
         Entry(rows=32, order=("mosaic", "triton"), mosaic=_SOME, triton=_T(features=64, tokens=32, step=128)),
         Entry(rows=64, order=("mosaic", "triton"), mosaic=_SOME, triton=_T(features=64, tokens=64, step=128)),
@@ -121,14 +132,11 @@ def find(form: Format, rows: int) -> Entry:
 
 
 def choose_order(form: Format, rows: int, out: int, multiprocessors: int = 132) -> tuple[Implementation, ...]:
-    """Implementations to try before XLA, best first.
-
-    For few rows Mosaic's tiles are 64 output features: where these leave multiprocessors idle, Triton cuts finer.
-    """
+    """Implementations to try before XLA, best first."""
     entry = find(form, rows)
     tiles = -(-out // 64)
     filled = tiles / (-(-tiles // multiprocessors) * multiprocessors)
-    if rows <= 8 and filled < 0.9 and "triton" in entry.order:
+    if filled < entry.least_fill and "triton" in entry.order:
         return ("triton", *(name for name in entry.order if name != "triton"))
     return entry.order
 

@@ -1,12 +1,10 @@
 """`quantized_matmul` for any device: dequantise, then one matrix product. XLA writes the dequantised weight out."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels._quantized import Operands, dequantize
+from pallas_kernels._quantized import Operands, dequantize_blocks
 
 
 def quantized_matmul_xla(x: jax.Array, weight: Operands) -> jax.Array:
@@ -15,13 +13,6 @@ def quantized_matmul_xla(x: jax.Array, weight: Operands) -> jax.Array:
     # does not hold every MXFP8 weight.
     wide = jnp.bfloat16 if x.dtype == jnp.bfloat16 else jnp.float32
     precision = None if wide == jnp.bfloat16 else lax.Precision.HIGHEST
-    exact = Operands(weight.format, weight.codes, weight.scale, jnp.float32(weight.format.factor))
-    sums = lax.dot_general(
-        x.astype(wide), dequantize(exact, wide), (((1,), (1,)), ((), ())), precision, jnp.float32
-    )  # fmt: skip
-    return (sums * left_over(weight)).astype(x.dtype)
-
-
-def left_over(weight: Operands) -> Any:
-    """The factor beside codes and block scales, [1, 1] for broadcasting."""
-    return (weight.factor * jnp.float32(1 / weight.format.factor)).reshape(1, 1)
+    exact = dequantize_blocks(weight.format, weight.codes, weight.scale).astype(wide)
+    sums = lax.dot_general(x.astype(wide), exact, (((1,), (1,)), ((), ())), precision, jnp.float32)
+    return (sums * weight.factor.reshape(1, 1)).astype(x.dtype)

@@ -61,7 +61,10 @@ def _permute(a, b, selector):
     source = a.astype(np.uint64) | (np.asarray(b).astype(np.uint64) << np.uint64(32))
     result = np.uint64(0)
     for i in range(4):
-        byte = source >> np.uint64(8 * (int(selector) >> (4 * i) & 7)) & np.uint64(0xFF)
+        place = int(selector) >> (4 * i) & 15
+        byte = source >> np.uint64(8 * (place & 7)) & np.uint64(0xFF)
+        if place & 8:  # its sign, eight times
+            byte = (byte >> np.uint64(7)) * np.uint64(0xFF)
         result = result | (byte << np.uint64(8 * i))
     return result.astype(np.uint32)
 

@@ -104,6 +104,23 @@ def random_weight(
     return NV(jnp.asarray(codes), jnp.asarray(scale.view(ml_dtypes.float8_e4m3fn)), jnp.asarray(factor), op)
 
 
+def every_weight(form: str) -> tuple[Any, np.ndarray]:
+    """A weight with every code in each row and every block scale in a row; its values as the kernels keep them.
+
+    MXFP8 [256, 256] (the last row as the one before), NVFP4 [128, 512].
+    """
+    if form == "mxfp8":
+        codes = np.resize([b for b in range(256) if b & 0x7F != 0x7F], 256).astype(np.uint8)
+        scale = np.repeat(np.minimum(np.arange(256), 254).astype(np.uint8)[:, None], 8, axis=1)
+        weight = MX(jnp.asarray(np.tile(codes, (256, 1)).view(ml_dtypes.float8_e4m3fn)), jnp.asarray(scale))
+        # bfloat16 2^-8 times too small: a multiple of 2^-125 remains.
+        return weight, (values(weight) * 2.0**-8).astype(ml_dtypes.bfloat16).astype(np.float64) * 2.0**8
+    codes = np.tile(np.arange(256, dtype=np.uint8), (128, 1))
+    scale = np.repeat(np.minimum(np.arange(128), 126).astype(np.uint8)[:, None], 32, axis=1)
+    weight = NV(jnp.asarray(codes), jnp.asarray(scale.view(ml_dtypes.float8_e4m3fn)), jnp.float32(0.5), "divide")
+    return weight, values(weight)
+
+
 def random_x(seed: int, *shape: int, dtype: str = "bfloat16") -> jax.Array:
     x = np.random.default_rng(seed + 1_000_003).standard_normal(shape, np.float32)
     return jnp.asarray(x).astype(dtype)

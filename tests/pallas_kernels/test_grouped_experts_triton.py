@@ -12,7 +12,7 @@ from pallas_kernels.grouped_experts import tuning
 
 NAMES = ("bf16", "mxfp8", "nvfp4")
 HIDDEN, INNER = 6144, 3072
-# Types of codes, scale and factor. Triton knows the 8-bit floats from sm_89 on; before that they come as bytes.
+# Types of codes, scale and global scale. Triton knows the 8-bit floats from sm_89 on; before that they come as bytes.
 POINTERS = {"bf16": ("*bf16",) * 3, "mxfp8": ("*fp8e4nv", "*u8", "*fp32"), "nvfp4": ("*u8", "*fp8e4nv", "*fp32")}
 SHARED_MEMORY = {80: 166_912, 90: 232_448, 100: 232_448}
 
@@ -36,7 +36,7 @@ def compile_for(kernel: Any, capability: int, pointers: dict[str, str], constant
 
 def stack(name: str, form: str, capability: int) -> dict[str, str]:
     types = [t if capability >= 89 else t.replace("fp8e4nv", "u8") for t in POINTERS[form]]
-    return dict(zip((f"{name}_ptr", f"{name}_scale_ptr", f"{name}_factor_ptr"), types, strict=True))
+    return dict(zip((f"{name}_ptr", f"{name}_scale_ptr", f"{name}_global_ptr"), types, strict=True))
 
 
 @pytest.mark.slow
@@ -57,10 +57,11 @@ def test_kernels_compile(form: str, tile: int, capability: int) -> None:
         if part == 0:
             pointers |= dict(x_ptr="*bf16", pairs_ptr="*i32", inner_ptr="*bf16")
             pointers |= stack("gate", form, capability) | stack("up", form, capability)
-            constants |= dict(CHOICES=4, ALPHA=1.702, LIMIT=7.0, NEXT_FORMAT=form)
+            constants |= dict(CHOICES=4, ALPHA=1.702, LIMIT=7.0, NEXT_FORMAT=form, GATE_DIVIDES=False, UP_DIVIDES=True)
             kernel = triton_kernel.gate_up
         else:
             pointers |= dict(inner_ptr="*bf16", out_ptr="*bf16") | stack("down", form, capability)
+            constants |= dict(DIVIDES=True)
             kernel = triton_kernel.down
         compiled = compile_for(kernel, capability, pointers, constants, chosen)
         assert compiled.asm["cubin"] and compiled.metadata.shared <= SHARED_MEMORY[capability]

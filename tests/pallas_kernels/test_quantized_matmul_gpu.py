@@ -21,6 +21,7 @@ from quantized_matmul_cases import (
     assert_product,
     e2m1_values,
     e4m3_values,
+    every_weight,
     mutants,
     random_weight,
     random_x,
@@ -92,34 +93,34 @@ def test_every_mosaic_tiling(entry: int) -> None:
         parts = _quantized.take_apart(weight)
         poison(r, out)
         run = jax.jit(functools.partial(quantized_matmul_mosaic, form=form, tiling=tiling))
-        assert_product(run(x, parts.codes, parts.scale, parts.factor), x, weight)
+        assert_product(run(x, parts.codes, parts.scale, parts.global_scale), x, weight)
 
 
 @pytest.mark.parametrize("implementation", KERNELS)
 @pytest.mark.parametrize("rows", [1, 64])
-@pytest.mark.parametrize("low, high", [(63, 63), (64, 90), (127, 127), (170, 194), (194, 194)])
-def test_mxfp8_scales_in_the_range_are_exact(low: int, high: int, rows: int, implementation: str) -> None:
-    x = random_x(low, rows, 1536) * jnp.bfloat16(2.0**20 if high < 127 else 1.0)
-    check(implementation, x, random_weight("mxfp8", low, 128, 1536, scales=(low, high)))
+@pytest.mark.parametrize("low, high", [(0, 0), (0, 10), (11, 11), (63, 63), (127, 127), (190, 200), (254, 254)])
+def test_every_mxfp8_scale_is_exact(low: int, high: int, rows: int, implementation: str) -> None:
+    x = random_x(low, rows, 1536) * jnp.bfloat16(2.0**20 if high < 127 else 2.0**-20)
+    weight = random_weight("mxfp8", low, 128, 1536, scales=(low, high))
+    check(implementation, x, weight, tiny=2.0**-126 if low < 11 else 0.0)
 
 
 @pytest.mark.parametrize("implementation", KERNELS)
-@pytest.mark.parametrize("rows", [1, 64])
-@pytest.mark.parametrize("low, high", [(0, 1), (1, 62), (40, 62)])
-def test_mxfp8_scales_below_the_range_round(low: int, high: int, rows: int, implementation: str) -> None:
-    x = random_x(low, rows, 1536) * jnp.bfloat16(2.0**20)
-    check(implementation, x, random_weight("mxfp8", low, 128, 1536, scales=(low, high)), tiny=2.0**-74)
-
-
-@pytest.mark.parametrize("implementation", KERNELS)
-@pytest.mark.parametrize("rows", [1, 64])
-@pytest.mark.parametrize("byte", [195, 254])
-def test_mxfp8_scales_above_the_range_are_seen(byte: int, rows: int, implementation: str) -> None:
-    weight = random_weight("mxfp8", 1, 128, 1536, plain=True)
-    weight = dataclasses.replace(weight, scale=weight.scale.at[5, 7].set(byte))
-    out = np.asarray(compiled(implementation)(random_x(1, rows, 1536), weight), np.float32)
-    assert not np.isfinite(out[:, 5]).any()
-    assert np.isfinite(np.delete(out, 5, axis=1)).all()
+@pytest.mark.parametrize("rows", [8, 512])
+@pytest.mark.parametrize(
+    "form, power, scales", [("mxfp8", -9, (40, 256)), ("mxfp8", 20, (0, 200)), ("nvfp4", 0, (0, 128))]
+)
+def test_every_scale_times_every_code(form: str, power: int, scales: tuple, rows: int, implementation: str) -> None:
+    """x picks inputs one by one, times a power of two that keeps sums and results in the range of float32."""
+    weight, kept = every_weight(form)
+    inputs, some = 512, slice(*scales)
+    if kept.shape[1] < inputs:  # the Mosaic kernel takes no fewer
+        weight = MX(*(jnp.tile(a, (1, inputs // kept.shape[1])) for a in (weight.codes, weight.scale)))
+        kept = np.tile(kept, (1, inputs // kept.shape[1]))
+    x, expected = one_hot(inputs) * jnp.bfloat16(2.0**power), (kept.T * 2.0**power).astype(ml_dtypes.bfloat16)
+    for start in range(0, inputs, rows):
+        out = np.asarray(compiled(implementation)(x[start : start + rows], weight))
+        assert np.array_equal(out[:, some], expected[start : start + rows, some])
 
 
 def one_hot(inputs: int) -> jax.Array:

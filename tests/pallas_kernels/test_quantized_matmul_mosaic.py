@@ -12,6 +12,7 @@ from quantized_matmul_cases import assert_product, mutants, random_weight, rando
 from pallas_kernels import _mosaic, _quantized, _quantized_mosaic
 from pallas_kernels._quantized import FORMATS, MXFP8, NVFP4, take_apart
 from pallas_kernels._quantized_mosaic import Swiglu, Tiling, plan, reorder, scale_steps, shared_memory_bytes
+from pallas_kernels._quantized_mosaic_tiling import Registers, registers
 from pallas_kernels.quantized_matmul import mosaic_sm90, tuning
 from pallas_kernels.quantized_matmul.mosaic_sm90 import quantized_matmul_mosaic
 
@@ -22,7 +23,7 @@ RACES = _mosaic.interpreter(detect_races=True)
 
 def run(x, weight, **static):
     parts = take_apart(weight)
-    return quantized_matmul_mosaic(x, parts.codes, parts.scale, parts.factor, form=parts.format, **static)
+    return quantized_matmul_mosaic(x, parts.codes, parts.scale, parts.global_scale, form=parts.format, **static)
 
 
 CASES = [  # format, rows, out, in, multiprocessors, tiling
@@ -144,6 +145,32 @@ def test_refuses_what_does_not_fit_in_words() -> None:
 def test_tiling_is_validated(field: str, value: int) -> None:
     with pytest.raises(ValueError, match=field):
         Tiling(**(dict(tokens=8, step=128, stages=4, warpgroups=2, split=2) | {field: value}))
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=lambda f: f.name)
+@pytest.mark.parametrize("tokens", [8, 24, 64, 104, 128, 256])
+@pytest.mark.parametrize("warpgroups, split", [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (3, 1), (4, 1), (3, 2)])
+def test_registers_fit_the_chip(warpgroups: int, split: int, tokens: int, form) -> None:
+    found = registers(form, Tiling(tokens=tokens, step=128, stages=4, warpgroups=warpgroups, split=split))
+    computing = warpgroups * split
+    at_launch = 65536 // (128 * (computing + 1)) // 8 * 8
+    if found.computing:
+        # With more the launch never ends: the warpgroups share what there is at launch.
+        assert computing * found.computing + found.copying <= at_launch * (computing + 1)
+        assert found.computing % 8 == 0 and found.copying % 8 == 0
+        assert found.computing > at_launch > found.copying >= 24
+    assert not found.room or tokens // 2 + 32 * form.per_byte < (found.computing or at_launch)
+
+
+def test_registers_of_what_ptxas_would_serialize() -> None:
+    """Seen in its reports for sm_90a: C7512 for these with the registers at launch, and none with what is asked for."""
+    tiling = functools.partial(Tiling, step=128, stages=4)
+    assert registers(NVFP4, tiling(tokens=24, warpgroups=2, split=2)) == Registers(112, 32, True)
+    assert registers(NVFP4, tiling(tokens=8, split=4)) == Registers(112, 32, True)
+    assert registers(MXFP8, tiling(tokens=128, warpgroups=4)) == Registers(112, 32, False)
+    assert registers(MXFP8, tiling(tokens=128, warpgroups=3)) == Registers(152, 40, True)
+    assert registers(MXFP8, tiling(tokens=24, warpgroups=2, split=2)) == Registers(0, 0, True)
+    assert registers(NVFP4, tiling(tokens=128, warpgroups=2)) == Registers(0, 0, True)
 
 
 @pytest.mark.parametrize("form", FORMATS.values(), ids=lambda f: f.name)

@@ -83,7 +83,7 @@ def replace_operations(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         arith=wide(
             addi=lambda a, b: a + b, muli=lambda a, b: a * b, andi=lambda a, b: a & b, shrui=lambda a, b: a >> b,
-            extui=lambda _, a: a.astype(word), minui=np.minimum,
+            extui=lambda _, a: a.astype(word), maxui=np.maximum,
         ),
         llvm=wide(
             load=lambda dtype, at, alignment=1: at[0].read(at[1], dtype),
