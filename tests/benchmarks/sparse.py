@@ -1,19 +1,20 @@
 """Times block-sparse attention and its indexer on one GPU, at the target's real shapes.
 
-    python tests/benchmarks/sparse.py [--json FILE] [--only TEXT] [--tune]
+    python tests/benchmarks/sparse.py [--json FILE] [--only TEXT] [--tune] [--time-limit SECONDS]
 
 64 query heads over 4 KV heads of size 128, 8 queries a row, blocks of 128 keys, 16 of them a query and KV head, bf16.
 Times are sums of the CUPTI kernel durations of one call with the L2 cache flushed before it, median of 20, in
 microseconds. "bytes" are those that a call has to read: each selected block of a row and KV head once, or the index
 keys of the context; "share" is that at the fastest stream measured over the time. Selections are of two kinds: "near",
 where neighbouring queries have 14 of 16 blocks in common, and "far", where each query has drawn its own. Every result
-is first compared with the XLA form, which attends in float32.
+is first compared with the XLA form, which attends in float32. Figures are printed and written as they come.
 """
 
 import argparse
 import dataclasses
 import functools
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -33,7 +34,8 @@ from pallas_kernels.index_scores.api import index_block_scores, select_blocks
 QUERIES, HEADS, KV_HEADS, INDEX_HEADS, DIM, BLOCK, TOP_K = 8, 64, 4, 4, 128, 128, 16
 OUT_TOLERANCE, LSE_TOLERANCE = 6e-3, 1e-3  # relative norm and absolute: bfloat16 output, float32 log-sum-exp
 SCORE_TOLERANCE = 1e-3  # absolute; the products of bfloat16 numbers are exact, their sum is float32 in any order
-SHAPES = [(1, 4096), (8, 4096), (64, 4096), (1, 32_768), (8, 32_768), (64, 32_768), (1, 131_072), (8, 131_072)]
+# Batch and context. Cost has to follow the selected bytes: 128k against 32k.
+SHAPES = [(8, 32_768), (8, 131_072), (1, 4096), (8, 4096), (1, 32_768), (1, 131_072), (64, 4096), (64, 32_768)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,6 +186,7 @@ def main() -> None:
     parser.add_argument("--json", help="where to write all figures")
     parser.add_argument("--only", default="", help="run the shapes whose description contains this text")
     parser.add_argument("--tune", action="store_true", help="time variants of the Triton kernels instead")
+    parser.add_argument("--time-limit", type=float, default=math.inf, help="seconds after which no line is begun")
     args = parser.parse_args()
     if jax.default_backend() != "gpu":
         sys.exit("This benchmark needs a GPU.")
@@ -199,6 +202,11 @@ def main() -> None:
     for shape in shapes:
         print(describe_shape(*shape), flush=True)
         for line in lines.pop(shape):
+            if time.perf_counter() - begin > args.time_limit:
+                print(f"stopped by the time limit of {args.time_limit:.0f} s")
+                compiler.lower.shutdown(wait=False, cancel_futures=True)
+                compiler.compile.shutdown(wait=False, cancel_futures=True)
+                return
             try:
                 measured, parts = line.measure(clock)
             except Exception as problem:
@@ -211,10 +219,10 @@ def main() -> None:
                 flush=True,
             )
             rows.append(dict(batch=shape[0], context=shape[1], name=line.name, us=measured, bytes=line.bytes))
+            if args.json:
+                with open(args.json, "w") as file:
+                    json.dump(dict(bandwidth=bandwidth, rows=rows), file)
     print(f"{time.perf_counter() - begin:.0f} s")
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump(dict(bandwidth=bandwidth, rows=rows), file)
 
 
 if __name__ == "__main__":

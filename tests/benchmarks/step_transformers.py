@@ -1,6 +1,6 @@
 """The target slice of `step.py` through transformers (`MiniMaxM3VLForCausalLM`, bf16, random weights), as a peer.
 
-    python tests/benchmarks/step_transformers.py [--layers 6] [--batch 1 8] [--context 4096] [--tokens 8]
+    python tests/benchmarks/step_transformers.py [--layers 6] [--batch 1 8] [--context 4096] [--tokens 8] [--json FILE]
 
 Needs torch and transformers 5.24 or newer and imports nothing of this library. A verify step is one forward of 8 tokens
 a row behind a cache of `context` tokens. "kernels" is the sum of the CUDA kernel durations of one forward, "wall" the
@@ -9,6 +9,7 @@ time from call to call, medians.
 
 import argparse
 import json
+import math
 import time
 from pathlib import Path
 
@@ -35,8 +36,11 @@ def make_model(layers: int, tiny: bool, device: str) -> MiniMaxM3VLForCausalLM:
         text |= dict(shared_intermediate_size=128, bos_token_id=None, eos_token_id=None)
         sparse["sparse_index_dim"] = 32
     config = MiniMaxM3VLTextConfig(**text)
+    torch.set_default_dtype(torch.bfloat16)  # made in float32 first, the slice would not fit the device
     with torch.device(device), transformers.initialization.no_init_weights():
-        model = MiniMaxM3VLForCausalLM(config).to(torch.bfloat16)
+        model = MiniMaxM3VLForCausalLM(config)
+    torch.set_default_dtype(torch.float32)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0, parameter.shape[-1] ** -0.5)
@@ -54,6 +58,7 @@ def time_step(
     for start in range(0, context, 1024):
         part = torch.randint(vocab, (batch, min(1024, context - start)), device=device)
         model(input_ids=part, cache=cache, use_cache=True, logits_to_keep=1)
+    assert cache.get_seq_length() == context
     block = torch.randint(vocab, (batch, tokens), device=device)
 
     def forward() -> None:  # the cache grows by a block a call, by a few hundred tokens in all
@@ -84,22 +89,34 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--tokens", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--time-limit", type=float, default=math.inf, help="seconds after which no row is begun")
+    parser.add_argument("--json", help="where to write all figures")
     parser.add_argument("--tiny", action="store_true", help="small widths, for a CPU")
-    options = parser.parse_args()
+    options, start, rows = parser.parse_args(), time.perf_counter(), []
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = make_model(options.layers, options.tiny, device)
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     print(
-        f"torch {torch.__version__}, transformers {transformers.__version__}, {options.layers} layers, {size / 1e9} GB"
+        f"torch {torch.__version__}, transformers {transformers.__version__}, {options.layers} layers, "
+        f"{size / 1e9:.2f} GB, experts by {model.config._experts_implementation}, attention by "
+        f"{model.config._attn_implementation}, made after {time.perf_counter() - start:.0f} s",
+        flush=True,
     )
-    for batch in options.batch:
-        for context in options.context:
+    for context in options.context:
+        for batch in options.batch:
+            if time.perf_counter() - start > options.time_limit:
+                print(f"stopped by the time limit of {options.time_limit:.0f} s")
+                return
             kernels, wall = time_step(model, batch, context, options.tokens, options.repeats)
             print(
                 f"batch {batch}, context {context}, {options.tokens} tokens a row: kernels {kernels:.1f} us, "
                 f"wall {wall:.1f} us",
                 flush=True,
             )
+            rows.append(dict(batch=batch, context=context, tokens=options.tokens, us=kernels, wall=wall))
+            if options.json:
+                with open(options.json, "w") as file:
+                    json.dump(rows, file, indent=1)
 
 
 if __name__ == "__main__":
