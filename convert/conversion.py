@@ -149,7 +149,8 @@ def _plan(source: Source, options: Options, *, parts: dict[str, int] | None = No
 
 def _write(writer: Any, plan: Plan) -> tuple[int, int]:
     """Write the batches that are not there yet -> bytes written, peak memory."""
-    todo = [i for i in range(len(plan.batches)) if not writer.has(i)]
+    stamps = [planning.stamps(pieces) for pieces in plan.batches]
+    todo = [i for i in range(len(plan.batches)) if not writer.has(i, stamps[i])]
     left = [p for i in todo for p in plan.batches[i]]
     tensors, nbytes = sum(p.tensors for p in left), sum(p.nbytes for p in left)
     with Progress("convert", total_bytes=plan.nbytes, total_tensors=plan.used) as progress:
@@ -166,7 +167,7 @@ def _write(writer: Any, plan: Plan) -> tuple[int, int]:
                 old = None
             arrays = {piece.path: build(piece, into=old) for piece in pieces}
             del old
-            writer.write(at, arrays)
+            writer.write(at, arrays, stamps[at])
             progress.advance(tensors=sum(p.tensors for p in pieces), nbytes=sum(p.nbytes for p in pieces))
     return nbytes, progress.peak
 

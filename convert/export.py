@@ -110,8 +110,9 @@ def export(checkpoint: Path, destination: Path, options: Options) -> Report:
     checkpoint, destination = checkpoint.expanduser(), destination.expanduser().resolve()
     check_destination(destination, resume=True)
     partial = partial_folder(destination)
+    in_the_way = f"{partial} is in the way: something did not end there; delete it, or choose another DST"
     if partial.exists():
-        raise ConversionError(f"{partial} is in the way: something did not end there; delete it, or choose another DST")
+        raise ConversionError(in_the_way)
     layout = _read_layout(checkpoint)
     parts = _plan(layout, options)
     _check_resources(parts, destination, options)
@@ -124,6 +125,9 @@ def export(checkpoint: Path, destination: Path, options: Options) -> Report:
     shards = 0
     try:
         partial.mkdir(parents=True)
+    except FileExistsError as e:  # made since: another export is writing there
+        raise ConversionError(in_the_way) from e
+    try:
         with Progress("export", total_bytes=nbytes, total_tensors=count) as progress, no_stray_errors():
             for part in parts:
                 folder = partial / part.folder
@@ -175,6 +179,8 @@ def _plan(layout: Any, options: Options) -> list[_Part]:
         known |= drafter_parameters(layout.drafter).keys()
         folder = "dspark" if parts else ""
         parts.append(_Part(folder, "dspark", _pieces(layout, drafter_parameters(layout.drafter), options)))
+    if not parts:
+        raise ConversionError(f"{layout.path} has neither config.json nor dspark/config.json; convert again")
     if extra := sorted(layout.arrays.keys() - known):
         raise ConversionError(f"{layout.path}: the configs call for no {extra[0]}; convert the checkpoint again")
     return parts

@@ -44,7 +44,12 @@ def parser() -> argparse.ArgumentParser:
         help="native keeps quantised codes and scales as they are; bf16 dequantises them (default: native)",
     )
     result.add_argument("--dry-run", action="store_true", help="print what would be written and stop")
-    result.add_argument("--resume", action="store_true", help="go on with the unfinished conversion in DST.partial")
+    result.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on with the unfinished conversion in DST.partial; what came from a shard whose size or time has "
+        "changed is written again, and a finished DST is compared by headers and samples (--verify: by every byte)",
+    )
     result.add_argument(
         "--verify",
         action="store_true",

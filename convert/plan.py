@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from convert import formats, names
 from convert.errors import ConversionError
@@ -114,6 +114,16 @@ class Piece:
     @property
     def names(self) -> Iterable[str]:
         return (name for tensors in self.leaf.tensors[self.start : self.stop] for name in tensors.values())
+
+
+def stamps(pieces: Iterable[Piece]) -> dict[str, list[Any]]:
+    """Stamp of every shard that the pieces are read from, by its path."""
+    found = {}
+    for piece in pieces:
+        source = piece.leaf.source
+        for shard in {source.tensors[name].shard for name in piece.names}:
+            found[str((source.folder / shard).absolute())] = source.stamp(shard)
+    return found
 
 
 @dataclasses.dataclass(frozen=True)

@@ -79,6 +79,7 @@ class Checkpoint:
         self.tensors: dict[str, TensorInfo] = {}
         self._maps: dict[str, mmap.mmap] = {}
         self._header_digests: dict[str, str] = {}
+        self._stats: dict[str, tuple[int, int]] = {}
         listed = self._read_index()
         for shard, names in listed.items():
             self._add_shard(shard, names)
@@ -104,6 +105,10 @@ class Checkpoint:
         start = t.begin - t.begin % mmap.PAGESIZE
         if t.nbytes:
             self._map(t.shard).madvise(mmap.MADV_WILLNEED, start, t.end - start)
+
+    def stamp(self, shard: str) -> list[Any]:
+        """Header, size and time of a shard when it was opened: another stamp, another file (JSON values)."""
+        return [self._header_digests[shard], *self._stats[shard]]
 
     def fingerprint(self) -> str:
         """Digest of the headers and of samples of the data: tells two checkpoints of one architecture apart."""
@@ -155,6 +160,8 @@ class Checkpoint:
         path = self.folder / shard
         if not path.is_file():
             raise ConversionError(f"{path}: the index names this shard but it is missing; download it again")
+        stat = path.stat()
+        self._stats[shard] = stat.st_size, stat.st_mtime_ns
         found, digest = read_header(path, shard)
         self._header_digests[shard] = digest
         if names is not None:

@@ -4,7 +4,8 @@ Everything is made in `DST.partial`:
 
     lock             held while a conversion runs
     marker.json      which source and options this is; a resumption with others is refused
-    batches/0007     one finished batch: an Orbax partial save of its own, renamed into place when complete
+    batches/0007     one finished batch: an Orbax partial save of its own, renamed into place when complete, and the
+                     stamps of the shards that it was read from; it is written again if one of them has changed
     result/          the destination, assembled from the batches by hard links and renamed to DST as the last step
 
 Batches are partial saves of their own because `partial.save` reads the metadata of all earlier calls (seen:
@@ -35,6 +36,7 @@ ARRAYS = "arrays"
 # What one Orbax partial save leaves in its folder; anything else is a layout that `_merge` does not know.
 _PARTIAL = f"{ARRAYS}.partial_save"
 _PENDING = f"{_PARTIAL}.pending_"
+_STAMPS = "shards.json"
 _STATE_JSON = ("_METADATA", "_sharding")
 # What the entries of the marker are called in a message.
 _MARKER_NAMES = {"source": "source", "weights": "--weights", "plan": "--max-memory or version of this program"}
@@ -93,11 +95,18 @@ class Writer:
                     "resume with the same one, or delete the folder to start again"
                 )
 
-    def has(self, batch: int) -> bool:
-        """Whether a batch was written by this or an earlier process."""
-        return (self._batches / f"{batch:04d}").is_dir()
+    def has(self, batch: int, stamps: Mapping[str, Any]) -> bool:
+        """Whether a batch was written by this or an earlier process, from the shards that are there now."""
+        folder = self._batches / f"{batch:04d}"
+        if not folder.is_dir():
+            return False
+        if (folder / _STAMPS).is_file() and read_json(folder / _STAMPS) == stamps:
+            return True
+        with _disk_errors(self.folder):
+            shutil.rmtree(folder)
+        return False
 
-    def write(self, batch: int, arrays: Mapping[str, Arrays]) -> None:
+    def write(self, batch: int, arrays: Mapping[str, Arrays], stamps: Mapping[str, Any]) -> None:
         """Write one batch: path -> array, or path -> {name: array}. It is there completely or not at all."""
         tree: dict[str, Any] = {}
         for path, value in arrays.items():
@@ -107,6 +116,7 @@ class Writer:
             temporary.mkdir()
             with _context():
                 ocp.partial.save(str(temporary / ARRAYS), tree)
+            write_file(temporary / _STAMPS, json.dumps(stamps).encode())
             os.rename(temporary, self._batches / f"{batch:04d}")
             sync_folder(self._batches)
         release_memory()

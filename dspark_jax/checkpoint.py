@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint.experimental.v1 as ocp
 from flax import nnx
 from jax.sharding import AxisType, Mesh
@@ -85,7 +86,7 @@ class Layout:
             raise CheckpointError(f"{path} is not a folder; name what `python -m convert.minimax SRC DST` wrote to DST")
         if not file.is_file():
             hint = ""
-            if interrupted:
+            if interrupted or path.name.endswith(".partial"):
                 hint = "; its conversion was interrupted, finish it with --resume"
             elif (path / "model.safetensors.index.json").exists() or list(path.glob("*.safetensors")):
                 hint = "; these are safetensors, convert them first: python -m convert.minimax SRC DST"
@@ -168,8 +169,8 @@ def load(
     Raises:
       CheckpointError: not a finished conversion, no target in it, or arrays that do not fit the configs.
       ConfigError: a config that the library cannot compute.
-      ValueError: `weights` is neither "native" nor "bf16", the compute dtype neither bfloat16 nor float32, or there are
-        kernels other than XLA's on a mesh of several devices.
+      ValueError: `weights` is neither "native" nor "bf16", the compute dtype neither bfloat16 nor float32, `mesh` or
+        `kernels` are none, or there are kernels other than XLA's on a mesh of several devices.
     """
     compute_dtype, kernels = _compute_dtype(compute_dtype), _kernels(kernels, mesh)
     layout = Layout.read(path)
@@ -188,7 +189,7 @@ def load(
         rules=rules,
     )
     drafter = None
-    if layout.drafter is not None:
+    if layout.drafter is not None or any(name.startswith("drafter/") for name in layout.arrays):
         drafter = load_drafter(
             path, weights=weights, compute_dtype=compute_dtype, mesh=mesh, rules=rules, kernels=kernels
         )
@@ -204,7 +205,11 @@ def _compute_dtype(dtype) -> Any:
 
 
 def _kernels(kernels: Kernels | None, mesh: Mesh | None) -> Kernels:
-    """The default, or ValueError for kernels on a mesh: XLA cannot split them."""
+    """The default, or ValueError for what are no kernels or mesh, and for kernels on a mesh: XLA cannot split them."""
+    if not isinstance(kernels, Kernels | None):
+        raise ValueError(f"kernels must be a dspark_jax.Kernels, found {kernels!r}; name them as Kernels(linear=...)")
+    if not isinstance(mesh, Mesh | None):
+        raise ValueError(f"mesh must be a jax.sharding.Mesh, found {mesh!r}; make one with jax.make_mesh")
     if mesh is None or mesh.size == 1:
         return kernels or Kernels()
     if kernels not in (None, Kernels.xla()):
@@ -225,6 +230,10 @@ def load_drafter(
     compute_dtype, kernels = _compute_dtype(compute_dtype), _kernels(kernels, mesh)
     layout = Layout.read(path)
     if layout.drafter is None:
+        if any(name.startswith("drafter/") for name in layout.arrays):
+            raise CheckpointError(
+                f"{path} has the arrays of a drafter, but dspark/config.json is missing; copy it there or convert again"
+            )
         raise CheckpointError(f"{path} has no drafter: dspark/config.json is missing; generate with draft='none'")
     config, kinds = layout.drafter, layout.formats()
     check_head_tensors(config, {path: tuple(entry["shape"]) for path, entry in layout.arrays.items()})
@@ -292,6 +301,8 @@ def save(model: Model | DSparkDrafter, path: str | Path, *, like: str | Path) ->
     Raises:
       CheckpointError: `like` is no converted checkpoint or has other configs, or `path` is taken.
     """
+    if not isinstance(model, Model | DSparkDrafter):
+        raise CheckpointError(f"save takes what load or load_drafter returned, found {type(model).__name__}")
     path, layout = Path(path).expanduser().absolute(), Layout.read(like)
     target, drafter = (model.target, model.drafter) if isinstance(model, Model) else (None, model)
     parts = [("target", "", target, layout.target), ("drafter", "dspark", drafter, layout.drafter)]
@@ -306,10 +317,12 @@ def save(model: Model | DSparkDrafter, path: str | Path, *, like: str | Path) ->
     partial = path.with_name(path.name + ".partial")
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise CheckpointError(f"{path} is not empty; choose another folder, or delete it first")
-    if partial.exists():
+    try:
+        partial.mkdir(parents=True)
+    except FileExistsError as error:
         raise CheckpointError(
             f"{partial} is in the way: something did not end there; delete it, or choose another folder"
-        )
+        ) from error
     record = {
         "format_version": FORMAT_VERSION,
         "library_version": __version__,
@@ -323,7 +336,6 @@ def save(model: Model | DSparkDrafter, path: str | Path, *, like: str | Path) ->
     context = ocp.Context()
     context.array.saving.use_compression = False  # fp8 does not shrink
     try:
-        partial.mkdir(parents=True)
         for _, folder, _, _ in parts:
             (partial / folder).mkdir(exist_ok=True)
             for file in (layout.path / folder).iterdir():
@@ -351,8 +363,11 @@ def _check_same_config(root: str, mine: Any, other: Any, like: Path) -> None:
         )
 
 
-def _stored_as(name: str, weight: Weight) -> dict[str, str]:
+def _stored_as(name: str, weight: Leaf) -> dict[str, str]:
     """The entry's format for a weight in memory."""
+    for leaf in jax.tree.leaves(weight):
+        if not isinstance(leaf, jax.Array | np.ndarray) or isinstance(leaf, jax.core.Tracer):
+            raise CheckpointError(f"{name} is {type(leaf).__name__}, which holds no values; save outside of jit")
     if isinstance(weight, NVFP4Array):
         return {"format": "nvfp4", "global_scale": weight.global_scale_op}
     if isinstance(weight, MXFP8Array):

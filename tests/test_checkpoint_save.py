@@ -95,6 +95,7 @@ def test_saving_that_is_refused_leaves_nothing(model, converted, tmp_path, monke
         assert sorted(tmp_path.iterdir()) == before
 
     refused(r"is not a folder", like=tmp_path / "none")
+    refused(r"target/\S+ is ShapeDtypeStruct, which holds no values", model=jax.eval_shape(lambda: model))
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").touch()
     refused(r"is not empty", path=tmp_path / "full")

@@ -135,8 +135,9 @@ class Job:
 def train(job: Job, state: Tree, log: Log, *, stop_at: float | None = None) -> Tree:
     """Train from `state`, or from the job's file where there is one.
 
-    The number of steps is planned once: what the epochs ask for, or what fits into the minutes by the speed of the
-    first calls. It is kept in the checkpoint and can be given, so that a training can be repeated exactly.
+    The number of steps is planned by the speed so far: what the epochs ask for, or what fits into the minutes and ends
+    before `stop_at`. The plan follows where the speed changes, so that the rate always falls to its end. It is kept in
+    the checkpoint. Given `steps` are taken exactly, to repeat a training.
 
     Args:
       job: the training.
@@ -145,6 +146,8 @@ def train(job: Job, state: Tree, log: Log, *, stop_at: float | None = None) -> T
       stop_at: time.monotonic() at which to stop and save, whatever is planned.
     """
     began = time.monotonic()
+    ends = [t for t in (stop_at, None if job.minutes is None else began + 60 * job.minutes) if t is not None]
+    deadline = began + _PLANNED * (min(ends) - began) if ends else None
     if job.file.exists():
         state = restore(job.file, state)
         log.write(job.name, event="resumed", step=int(state["step"]), planned=int(state["planned"]))
@@ -154,9 +157,17 @@ def train(job: Job, state: Tree, log: Log, *, stop_at: float | None = None) -> T
     tokens = o.batch * o.length
     wanted = job.steps or max(1, round(o.epochs * job.epoch_tokens / tokens))
     planned = int(state["planned"]) or job.steps
+    most = planned or wanted  # a resumed training does not grow with its new minutes
     step, calls, reported, saved = int(state["step"]), 0, began, began
     since, since_step, evaluated = began, step, step
-    first_call = 0.0
+
+    def plan(count: int, speed: float) -> None:
+        nonlocal planned
+        planned = count
+        state["planned"] = jax.device_put(jnp.int32(count), jax.devices()[0])
+        epochs = count * tokens / job.epoch_tokens
+        log.write(job.name, event="planned", steps=count, epochs=epochs, steps_per_second=speed, wanted=wanted)
+
     while step < (planned or wanted):
         now = time.monotonic()
         if stop_at is not None and now >= stop_at:
@@ -168,29 +179,31 @@ def train(job: Job, state: Tree, log: Log, *, stop_at: float | None = None) -> T
             raise FloatingPointError(f"{job.name}: the loss is {metrics['loss']} at step {step}; lower the rate")
         step, calls, now = int(state["step"]), calls + 1, time.monotonic()
         if calls == 1:
-            first_call = now - began
-            log.write(job.name, event="compiled", seconds=first_call)
+            log.write(job.name, event="compiled", seconds=now - began)
             since, since_step = now, step
         if planned is None and calls >= 3 and step >= min(o.warmup // 2, 3 * o.steps_per_call):
             speed = (step - since_step) / (now - since)
-            fits = wanted if job.minutes is None else step + int((60 * job.minutes * _PLANNED - (now - began)) * speed)
+            fits = wanted if deadline is None else step + int((deadline - now) * speed)
             # A slow compilation must not leave a schedule that ends inside its warm-up.
-            planned = max(step, min(wanted, max(fits, 2 * o.warmup)))
-            state["planned"] = jax.device_put(jnp.int32(planned), jax.devices()[0])
+            plan(max(step, min(wanted, max(fits, 2 * o.warmup))), speed)
+        if now - reported >= _REPORT_SECONDS or step >= (planned or wanted):
+            speed = (step - since_step) / max(now - since, 1e-9)
             log.write(
                 job.name,
-                event="planned",
-                steps=planned,
-                epochs=planned * tokens / job.epoch_tokens,
-                steps_per_second=speed,
-                wanted=wanted,
+                step=step,
+                planned=planned or wanted,
+                seconds=round(now - began, 1),
+                tokens_per_second=tokens * speed,
+                **metrics,
             )
-        if now - reported >= _REPORT_SECONDS or step >= (planned or wanted):
-            speed = tokens * (step - since_step) / max(now - since, 1e-9)
-            seconds = round(now - began, 1)
-            log.write(
-                job.name, step=step, planned=planned or wanted, seconds=seconds, tokens_per_second=speed, **metrics
-            )
+            if deadline is not None and planned is not None and job.steps is None and speed > 0:
+                fits = min(most, max(step, 2 * o.warmup, step + int((deadline - now) * speed)))
+                # Speeds differ from report to report: a plan that almost fits is kept. None grows once the rate
+                # falls steeply.
+                if abs(fits - planned) > max(0.03 * (planned - step), o.steps_per_call) and (
+                    fits < planned or step < planned // 2
+                ):
+                    plan(fits, speed)
             reported = since = now
             since_step = step
         due = step - evaluated >= max(o.steps_per_call, (planned or wanted) // _EVALUATIONS)

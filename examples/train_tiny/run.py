@@ -31,6 +31,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--stage", action="append", choices=(*STAGES, "all"), help="may be repeated (default: all)")
     p.add_argument("--minutes-target", type=float, default=5.0, metavar="M", help="plan steps that fit (default 5)")
     p.add_argument("--minutes-sample", type=float, default=1.0, metavar="M", help="default 1")
+    p.add_argument("--sample-rows", type=int, metavar="N", help="texts that the target writes (default: the preset's)")
     p.add_argument("--minutes-drafter", type=float, default=4.0, metavar="M", help="default 4")
     p.add_argument("--target-steps", type=int, metavar="N", help="take exactly N steps instead")
     p.add_argument("--drafter-steps", type=int, metavar="N", help="take exactly N steps instead")
@@ -193,7 +194,7 @@ class Run:
             streams["train"],
             self.folder / "samples.npz",
             self.log,
-            rows=p.sample_rows,
+            rows=o.sample_rows or p.sample_rows,
             batch=p.sample_batch,
             prompt=p.sample_prompt,
             length=p.drafter.length,

@@ -75,7 +75,6 @@ class Preset:
     rope_theta: float = 10000.0
     index_weight: float = 1.0
     balance_rate: float = 1e-3
-    shards: int = 2
 
 
 TINY = Preset(
@@ -116,7 +115,7 @@ TINY = Preset(
     ),
     drafter=Training(batch=64, length=512, epochs=30, peak_rate=1e-3, warmup=250, betas=(0.9, 0.999), weight_decay=0.0),
     anchors=128,
-    sample_rows=4096,
+    sample_rows=32768,
     sample_batch=4096,
     sample_prompt=64,
     sample_share=0.5,

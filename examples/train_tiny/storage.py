@@ -1,9 +1,10 @@
-"""Parameters by path, the formats they are stored in, and the published layout: names, shards, index.
+"""Parameters by path, the formats they are stored in, and writing them in the published layout.
 
 Training holds every parameter in float32 by the library's own path ("target/layers/0/attention/q_proj/weight"). What a
 checkpoint stores of it is rounded: MXFP8 linears, NVFP4 experts, bf16 for the rest but the router.
 """
 
+import dataclasses
 import json
 import re
 import zlib
@@ -16,9 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
-from safetensors.numpy import save_file
 
+from convert import published
+from convert.formats import Format
 from convert.geometry import Parameter
+from convert.safetensors_writer import write_shards
 from dspark_jax import formats
 from dspark_jax.formats import MXFP8Array, NVFP4Array, Weight
 
@@ -26,35 +29,6 @@ Params = dict[str, jax.Array]
 Tree = Any
 _QUANTISED = (MXFP8Array, NVFP4Array)
 
-# Parameter paths -> tensor names of the published target and drafter.
-_NAMES = (
-    (r"target/embed_tokens", r"language_model.model.embed_tokens"),
-    (r"target/norm", r"language_model.model.norm"),
-    (r"target/lm_head", r"language_model.lm_head"),
-    (r"target/layers/(\d+)/input_norm", r"language_model.model.layers.\1.input_layernorm"),
-    (r"target/layers/(\d+)/post_attention_norm", r"language_model.model.layers.\1.post_attention_layernorm"),
-    (r"target/layers/(\d+)/attention/indexer/(\w+)", r"language_model.model.layers.\1.self_attn.index_\2"),
-    (r"target/layers/(\d+)/attention/(\w+)", r"language_model.model.layers.\1.self_attn.\2"),
-    (r"target/layers/(\d+)/mlp/(\w+)", r"language_model.model.layers.\1.mlp.\2"),
-    (r"target/layers/(\d+)/moe/router", r"language_model.model.layers.\1.block_sparse_moe.gate"),
-    (
-        r"target/layers/(\d+)/moe/shared_expert/(\w+)",
-        r"language_model.model.layers.\1.block_sparse_moe.shared_experts.\2",
-    ),
-    (r"target/layers/(\d+)/moe/experts/(\w+)", r"language_model.model.layers.\1.block_sparse_moe.experts.{expert}.\2"),
-    (r"drafter/(fc|hidden_norm)", r"language_model.model.dspark.\1"),
-    (r"drafter/norm", r"language_model.model.dspark.final_norm"),
-    (r"drafter/markov_head/(w[12])", r"language_model.model.dspark.markov_head.markov_\1"),
-    (r"drafter/confidence_head", r"language_model.model.dspark.confidence_head.proj"),
-    (r"drafter/layers/(\d+)/input_norm", r"language_model.model.dspark.layers.\1.decoder_layer.input_layernorm"),
-    (
-        r"drafter/layers/(\d+)/post_attention_norm",
-        r"language_model.model.dspark.layers.\1.decoder_layer.post_attention_layernorm",
-    ),
-    (r"drafter/layers/(\d+)/attention/(\w+)", r"language_model.model.dspark.layers.\1.decoder_layer.self_attn.\2"),
-    (r"drafter/layers/(\d+)/mlp/(\w+)", r"language_model.model.dspark.layers.\1.decoder_layer.mlp.\2"),
-)
-_EXPERT_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 _PLAIN_LINEARS = ("target/lm_head/weight", "drafter/fc/weight")
 
 
@@ -179,65 +153,41 @@ def module_params(module: nnx.Module, root: str) -> dict[str, Weight]:
     return {"/".join(map(str, (root, *path))): variable.get_value() for path, variable in flat}
 
 
-def published(weights: Mapping[str, Weight]) -> dict[str, np.ndarray]:
-    """Tensors by their published name."""
-    tensors: dict[str, np.ndarray] = {}
-    for path, weight in weights.items():
-        name = published_name(path)
-        if isinstance(weight, MXFP8Array):
-            tensors[f"{name}.weight"] = np.asarray(weight.codes)
-            tensors[f"{name}.weight_scale_inv"] = np.asarray(weight.scale)
-        elif isinstance(weight, NVFP4Array):
-            for expert in range(weight.codes.shape[0]):
-                prefix = name.format(expert=expert)
-                tensors[f"{prefix}.weight_packed"] = np.asarray(weight.codes[expert])
-                tensors[f"{prefix}.weight_scale"] = np.asarray(weight.scale[expert])
-                tensors[f"{prefix}.weight_global_scale"] = np.asarray(weight.global_scale[expert]).reshape(1)
-                tensors[f"{prefix}.input_global_scale"] = np.ones(1, np.float32)
-        elif path.endswith("router/bias"):
-            tensors[name.replace("gate", "e_score_correction_bias")] = np.asarray(weight)
-        else:
-            tensors[f"{name}.{path.rpartition('/')[2]}"] = np.asarray(weight)
-    return tensors
-
-
-def published_name(path: str) -> str:
-    """Published name of a parameter's module; "{expert}" stands for the number of an expert.
-
-    Raises:
-      ValueError: a parameter that the published layout does not have.
-    """
-    module = path.rpartition("/")[0]
-    for pattern, name in _NAMES:
-        if match := re.fullmatch(pattern, module):
-            name = match.expand(name)
-            if "experts.{expert}." in name:
-                head, _, last = name.rpartition(".")
-                name = f"{head}.{_EXPERT_NAMES[last]}"
-            return name
-    raise ValueError(f"{path} has no name in the published layout")
-
-
 def write_checkpoint(
-    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, np.ndarray], *, shards: int
+    folder: Path, config: Mapping[str, Any], weights: Mapping[str, Weight], *, shard_bytes: int = 5_000_000
 ) -> None:
-    """config.json, safetensors shards of about equal size, and their index."""
+    """config.json, safetensors shards and their index, in the published layout."""
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("*.safetensors"):
         old.unlink()
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-    total, done = sum(t.nbytes for t in tensors.values()), 0
-    groups: list[dict[str, np.ndarray]] = [{} for _ in range(shards)]
-    for name, tensor in tensors.items():
-        groups[min(shards - 1, done * shards // max(1, total))][name] = np.ascontiguousarray(tensor)
-        done += tensor.nbytes
-    weight_map = {}
-    for i, group in enumerate(groups):
-        file = f"model-{i + 1:05d}-of-{shards:05d}.safetensors"
-        save_file(group, folder / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(group, file)
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=0) + "\n", encoding="utf-8")
+    tensors, values = [], []
+    for path, weight in weights.items():
+        arrays = _arrays(weight)
+        for tensor in published.tensors(path, tuple(weight.shape), _format(weight)):
+            tensors.append(tensor)
+            values.append(tensor.value(arrays))
+            if isinstance(weight, NVFP4Array) and tensor.array == "global_scale":
+                # Runtimes that quantise activations ask for their scale; this library does not.
+                name = tensor.name.replace("weight_global_scale", "input_global_scale")
+                tensors.append(dataclasses.replace(tensor, name=name))
+                values.append(np.ones(tensor.shape, np.float32))
+    write_shards(folder, tensors, values, shard_bytes=shard_bytes)
+
+
+def _arrays(weight: Weight) -> dict[str, np.ndarray]:
+    if not isinstance(weight, _QUANTISED):
+        return {"": np.asarray(weight)}
+    names = ("codes", "scale", "global_scale") if isinstance(weight, NVFP4Array) else ("codes", "scale")
+    return {name: np.asarray(getattr(weight, name)) for name in names}
+
+
+def _format(weight: Weight) -> Format:
+    if isinstance(weight, NVFP4Array):
+        return Format("nvfp4", weight.global_scale_op)
+    return (
+        Format("mxfp8") if isinstance(weight, MXFP8Array) else Format("f32" if weight.dtype == jnp.float32 else "bf16")
+    )
 
 
 def differences(expected: Mapping[str, Weight], loaded: Mapping[str, Weight]) -> list[str]:

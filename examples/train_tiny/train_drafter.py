@@ -96,6 +96,13 @@ class Data:
         rows = None if self.rows is None or self.mask is None else (jnp.asarray(self.rows), jnp.asarray(self.mask))
         return jnp.asarray(self.stream), rows
 
+    def without_last(self, count: int) -> tuple["Data", np.ndarray | None]:
+        """The data without their last `count` rows, and those; all of them and None where there are too few."""
+        if self.rows is None or self.mask is None or len(self.rows) < 4 * count:
+            return self, None
+        kept = dataclasses.replace(self, rows=self.rows[:-count], mask=self.mask[:-count])
+        return kept, self.rows[-count:]
+
     def tokens(self) -> int:
         """In all."""
         return len(self.stream) + (0 if self.rows is None else self.rows.size)
@@ -224,15 +231,24 @@ def train(
     config.check_target(teacher.model.target.config)
     geometry = drafter_parameters(config)
     run = make_run(teacher, config, geometry, options, anchors=anchors, share=data.share, chunks=chunks, seed=seed)
+    data, own = data.without_last(eval_rows)
     evaluate = make_evaluate(teacher, config, geometry, anchors=anchors, batch=options.batch)
     rows = loop.fixed_windows(held_out, eval_rows, options.length)
     frozen, arrays = teacher.arrays(), data.arrays()
+
+    def evaluations(params: storage.Params) -> dict[str, Any]:
+        found = evaluate(params, rows)
+        if own is not None:
+            tau = evaluate(params, own[:, : options.length].astype(np.int32))["held_out_tau"]
+            found["held_out_rows_tau"] = tau
+        return found
+
     job = loop.Job(
         name="drafter",
         file=file,
         options=options,
         run=lambda state, planned: run(state, frozen, arrays, planned),
-        evaluate=lambda state: evaluate(state["params"], rows),
+        evaluate=lambda state: evaluations(state["params"]),
         epoch_tokens=data.tokens(),
         minutes=minutes,
         steps=steps,
@@ -251,7 +267,7 @@ def export(params: storage.Params, config_json: Mapping[str, Any], destination: 
     """Write the drafter in the published layout -> its weights as stored."""
     geometry = drafter_parameters(DrafterConfig.from_hf(config_json))
     weights = jax.jit(lambda params: storage.stored(params, geometry))(params)
-    storage.write_checkpoint(destination, config_json, storage.published(weights), shards=1)
+    storage.write_checkpoint(destination, config_json, weights)
     return weights
 
 
@@ -273,10 +289,15 @@ def own_outputs(
     """Continuations that the target writes of windows of the stream, kept in `file` -> rows [R, T], mask bool [R, T].
 
     A time limit ends between batches; a later call goes on.
+
+    Raises:
+      ValueError: `file` holds rows of another length.
     """
     began = time.monotonic()
     kind = np.min_scalar_type(model.target.config.vocab_size - 1)
     done = np.load(file)["rows"] if file.exists() else np.zeros((0, length), kind)
+    if done.shape[1] != length:
+        raise ValueError(f"{file} holds rows of {done.shape[1]} tokens, but {length} are wanted; delete it")
     config = ds.GenerateConfig(max_new_tokens=length - prompt, draft="none", stop_token_ids=())
     generate = jax.jit(ds.generate, static_argnames="config")
     params = ds.SamplingParams(temperature=temperature)

@@ -173,7 +173,7 @@ def export(params: storage.Params, preset: Preset, tokenizer_folder: Path, desti
     """Write the target in the published layout -> its weights as stored."""
     geometry = target_parameters(TargetConfig.from_hf(target_json(preset)))
     weights = jax.jit(lambda params: storage.stored(params, geometry))(params)
-    storage.write_checkpoint(destination, target_json(preset), storage.published(weights), shards=preset.shards)
+    storage.write_checkpoint(destination, target_json(preset), weights)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (destination / name).write_bytes((tokenizer_folder / name).read_bytes())
     generation = {

@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -114,6 +115,33 @@ def test_resume_refuses_another_conversion(change, tmp_path, capsys):
     kept = sorted(p.name for p in (tmp_path / "out.partial" / "batches").iterdir() if p.suffix != ".tmp")
     assert kept == [p for p in before if not p.endswith(".tmp")]
     assert not out.exists()
+
+
+def test_a_shard_that_changes_between_the_runs(tmp_path, monkeypatch):
+    """One byte that no sample sees, in a shard that is written already: what came from it is written again."""
+    source, out = copy_golden("m3-mxfp8-tiny", tmp_path / "source"), tmp_path / "out"
+    killer = Killer(source, out, tmp_path / "log", batch_bytes=BATCH)
+    killer.run("rename", 4)
+    kept, before = killer.finished_batches(), conversion.open_source(str(source)).fingerprint()
+    shard = source / "model-00001-of-00003.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[300_000] ^= 1
+    shard.write_bytes(content)
+    assert conversion.open_source(str(source)).fingerprint() == before and kept >= 3
+    copied = Path(shutil.copytree(tmp_path / "out.partial", tmp_path / "mutant.partial")).with_name("mutant")
+    (tmp_path / "log").write_text("")
+    killer.run()
+    again = len(re.findall(r"save \d+", (tmp_path / "log").read_text()))
+    batches = len(conversion.make_plan(str(source), conversion.Options(batch_bytes=BATCH)).batches)
+    assert batches - kept < again < batches
+    right = whole(source, tmp_path / "whole", batch_bytes=BATCH)
+    assert digests(out) == right
+    # Mutant: every batch that is there is taken.
+    from convert.writer import Writer
+
+    monkeypatch.setattr(Writer, "has", lambda self, batch, stamps: (self._batches / f"{batch:04d}").is_dir())
+    conversion.convert(str(source), copied, conversion.Options(batch_bytes=BATCH, resume=True))
+    assert digests(copied) != right
 
 
 @pytest.mark.parametrize("resume", [False, True])
