@@ -3,7 +3,8 @@
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import pytest
 from flax import nnx
 
 from dspark_jax.cache import DraftCache
@@ -244,3 +246,30 @@ def differences(golden: Golden, actual: Mapping[str, Any]) -> dict[str, float]:
 def wrong(golden: Golden, actual: Mapping[str, Any]) -> dict[str, float]:
     """Those of `differences` that exceed their tolerance; empty for a right result."""
     return {k: v for k, v in differences(golden, actual).items() if not v <= golden.tolerance.get(k, 0)}
+
+
+def context_differences(golden: Any, cache: Any, window: int | None) -> dict[str, float]:
+    """Largest difference of the stored context keys and values at the positions that the next block can see."""
+    result = {}
+    for name, rings, expected in (
+        ("context_k", cache.keys, golden.context_k),
+        ("context_v", cache.values, golden.context_v),
+    ):
+        worst = 0.0
+        for layer, ring in enumerate(rings):
+            for row, p0 in enumerate(golden.p0):
+                seen = np.arange(0 if window is None else max(0, p0 - window + 1), p0)
+                stored = np.asarray(ring[row])[seen % ring.shape[1]]
+                worst = max(worst, float(np.abs(stored - expected[layer, seen]).max(initial=0)))
+        result[name] = worst
+    return result
+
+
+@contextmanager
+def patched(module: Any, name: str, replace: Callable[[Any], Any]) -> Iterator[None]:
+    patch = pytest.MonkeyPatch()
+    patch.setattr(module, name, replace(getattr(module, name)))
+    try:
+        yield
+    finally:
+        patch.undo()
