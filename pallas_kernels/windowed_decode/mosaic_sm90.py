@@ -214,12 +214,14 @@ class Compute(Share):
 
         gpu.when(self.warpgroup == 1)(self.take_turn)
 
-        def one(step: Any, state: Any, masked: bool, keys: int = self.t.tile) -> Any:
+        def one(step: Any, state: Any, masked: Any, keys: int = self.t.tile) -> Any:
             slot = self.slot(step)
             k, v = (s[name].at[slot] if keys == self.t.tile else s[name].at[slot, gpu.ds(0, keys)] for name in "kv")
             scores = gpu.dot_transposed(self.q, k, self.take_turn)
             gpu.barrier_arrive(s["k_free"].at[slot])
-            if masked:
+            if callable(masked):
+                scores = lax.cond(masked(step), lambda x: self.mask(x, step), lambda x: x, scores)
+            elif masked:
                 scores = self.mask(scores, step)
             weights, (values, maximum, total) = softmax.weigh(scores, state, self.p.scale, self.p.dtype)
             # Softmax has to be done before the other warpgroup's turn ends, not wherever the compiler moves it.
@@ -247,7 +249,10 @@ class Compute(Share):
             whole = lax.div(self.stop - self.start, tile)
         inner = jnp.clip(inner, 0, whole)
         outer = jnp.clip(outer, inner, whole)
-        for start, stop, masked in ((0, inner, True), (inner, outer, False), (outer, whole, True)):
+        loops: Any = ((0, inner, True), (inner, outer, False), (outer, whole, True))
+        if self.t.borders == "branch":
+            loops = ((0, whole, lambda step: (step < inner) | (step >= outer)),)
+        for start, stop, masked in loops:
             state = lax.fori_loop(start, stop, functools.partial(one, masked=masked), state)
         if half < self.t.tile:
             state = lax.fori_loop(whole, count, functools.partial(one, masked=True, keys=half), state)

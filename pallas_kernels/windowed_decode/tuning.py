@@ -20,6 +20,8 @@ class Tuning:
       cut: between which keys splits are cut: "tile", or "half" a tile (64 of 128 keys), so that the longest split is
         shorter; its last half tile takes half the work. Pages of more than half a tile are cut at tiles.
       table: how the page table gets to shared memory: through a tensor map, which has to be fetched first, or "plain".
+      borders: whether tiles at the edges of what is visible have "loops" of their own or are masked in a "branch", with
+        half as much code to compile and to fetch.
       warpgroups: compute warpgroups of a block, at most. With 1 the query rows of a head are shared by twice as many
         blocks, each of which loads all keys of its split: for few heads, where latency counts and not bytes.
       partials: how the results of splits lie in memory: by "rows", or in "pieces" of 64 rows x 8 columns, of which a
@@ -38,6 +40,7 @@ class Tuning:
     cut: Literal["tile", "half"] = "tile"
     table: Literal["mapped", "plain"] = "mapped"
     partials: Literal["rows", "pieces"] = "rows"
+    borders: Literal["loops", "branch"] = "loops"
     warpgroups: int = 2
 
     def __post_init__(self) -> None:
@@ -53,6 +56,7 @@ class Tuning:
             ("cut", ("tile", "half")),
             ("table", ("mapped", "plain")),
             ("partials", ("rows", "pieces")),
+            ("borders", ("loops", "branch")),
         ):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be {known[0]!r} or {known[1]!r}, got {getattr(self, name)!r}.")

@@ -12,7 +12,9 @@ process. Every result is first compared with the XLA form's.
 import argparse
 import functools
 import json
+import math
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -176,7 +178,8 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", type=int, default=[8, 64, 512])
     parser.add_argument("--implementations", nargs="+", default=["mosaic", "triton"])
     parser.add_argument("--no-xla", action="store_true", help="do not time the XLA form, only compare with it")
-    args = parser.parse_args()
+    parser.add_argument("--time-limit", type=float, default=math.inf, help="seconds after which no case is begun")
+    args, begin = parser.parse_args(), time.perf_counter()
     if jax.default_backend() != "gpu":
         sys.exit("This benchmark needs a GPU.")
     clock = Clock()
@@ -186,6 +189,9 @@ def main() -> None:
     for name in args.formats:
         layers = [make_layer(name, seed) for seed in range(1 if name == "bf16" else 2)]
         for rows in args.rows:
+            if time.perf_counter() - begin > args.time_limit:
+                print(f"stopped by the time limit of {args.time_limit:.0f} s")
+                return
             table += run_case(name, rows, layers, clock, bandwidth, args)
             if args.json:
                 with open(args.json, "w") as file:

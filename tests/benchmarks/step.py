@@ -17,6 +17,7 @@ Whatever has been measured is printed, and with `--json` written, at once; `--ti
 """
 
 import argparse
+import dataclasses
 import functools
 import json
 import math
@@ -24,6 +25,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from typing import Any
 
@@ -111,37 +113,61 @@ def kernel_time(clock: Any, launch: Callable[[], Any], *, cold: bool) -> float:
     try:
         return clock.microseconds(launch)[0 if cold else 1]
     except RuntimeError as problem:
-        print(f"  mean of {timing.REPEATS} calls: {str(problem)[:60]}", flush=True)
+        print(f"  mean of {timing.REPEATS} warm calls: {str(problem)[:80]}", flush=True)
     records = clock.record(lambda: [launch() for _ in range(timing.REPEATS)])
     return 1e3 * sum(milliseconds for _, milliseconds in records) / timing.REPEATS
 
 
-def launcher(part: Part) -> Callable[[], Any]:
-    run = jax.jit(part.function, donate_argnums=0)
-    carry = [part.carry]
+class Programs:
+    """Compiles side by side. XLA runs kernels to choose among them, so nothing may be timed before `ready`."""
+
+    def __init__(self) -> None:
+        self.pool, self.futures = ThreadPoolExecutor(8), []
+
+    def __call__(self, function: Any, *args: Any, **static: Any) -> Future[Any]:
+        try:
+            future = self.pool.submit(function.lower(*args, **static).compile)
+        except Exception as problem:  # a kernel that does not lower is one row less
+            future = Future()
+            future.set_exception(problem)
+        self.futures.append(future)
+        return future
+
+    def ready(self) -> None:
+        wait(self.futures)
+        self.pool.shutdown()
+
+
+def time_part(part: Part, program: Future[Any], clock: Any) -> tuple[float, int]:
+    """-> microseconds, number of kernels."""
+    run, carry = program.result(), [part.carry]
 
     def launch() -> None:
         carry[0], out = run(carry[0], *part.args)
         jax.block_until_ready(out)
 
-    return launch
-
-
-def time_part(part: Part, clock: Any) -> tuple[float, int]:
-    """-> microseconds, number of kernels."""
-    launch = launcher(part)
     launch()
     return kernel_time(clock, launch, cold=True), len(clock.record(launch))
 
 
-def time_step(
-    model: ds.Model, state: Any, config: ds.GenerateConfig, clock: Any, steps: int
-) -> tuple[float, float, dict[str, tuple[int, float]]]:
-    """-> microseconds of kernels and from call to call; per name of a kernel how many there are and their time."""
-    held = [state]
+@dataclasses.dataclass(frozen=True)
+class Timed:
+    """A whole step: microseconds of kernels and from call to call; of each kernel, how often it ran and its time."""
+
+    us: float
+    wall: float
+    names: dict[str, tuple[int, float]]
+
+    @property
+    def kernels(self) -> int:
+        return sum(count for count, _ in self.names.values())
+
+
+def time_step(program: Future[Any], model: ds.Model, state: Any, clock: Any, steps: int) -> Timed:
+    run, held = program.result(), [state]
 
     def launch() -> None:
-        held[0], committed = ds.step(model, held[0], config=config)
+        held[0], committed = run(model, held[0])
         jax.block_until_ready(committed)
 
     launch(), launch()
@@ -156,35 +182,65 @@ def time_step(
         start = time.perf_counter()
         launch()
         times.append(time.perf_counter() - start)
-    return kernels, 1e6 * float(np.median(times)), names
+    return Timed(kernels, 1e6 * float(np.median(times)), names)
 
 
 def run_case(model: ds.Model, batch: int, context: int, clock: Any, bandwidth: float, table: Table) -> None:
     options, case = table.options, dict(batch=batch, context=context)
+    table.check()
     print(f"batch {batch}, context {context}, at {time.perf_counter() - START:.0f} s", flush=True)
     params = ds.SamplingParams(temperature=1.0, top_p=options.top_p)
     make = functools.partial(ds.GenerateConfig, max_new_tokens=512, stop_token_ids=())
-    config = make(benchmark_forced_acceptance=FORCED)
-    table.check()
-    pieces = [] if GRAPHS else parts(model, make_state(model, batch, context, config, params), config, context)
+    config, plain = make(benchmark_forced_acceptance=FORCED), make(draft="none")
+
+    def fresh(config: ds.GenerateConfig) -> Any:
+        return make_state(model, batch, context, config, params)
+
+    programs = Programs()
+    whole = programs(ds.step, model, fresh(config), config=config)
+    without = programs(ds.step, model, fresh(plain), config=plain)
+    pieces = [] if GRAPHS else parts(model, fresh(config), config, context)
     floor = sum(part.times * part.nbytes for part in pieces) / bandwidth / 1e6
-    state = make_state(model, batch, context, config, params)
-    kernels, wall, names = time_step(model, state, config, clock, options.steps)
-    count = sum(n for n, _ in names.values())
+    if options.whole:
+        pieces = []
+    compiled = [programs(jax.jit(part.function, donate_argnums=0), part.carry, *part.args) for part in pieces]
+    programs.ready()
+    print(f"  compiled at {time.perf_counter() - START:.0f} s", flush=True)
+
+    found = time_step(whole, model, fresh(config), clock, options.steps)
     print(
-        f"  {'whole step, 7 drafts':34}{kernels:10.1f} us in {count} kernels, wall {wall:.1f} us, "
-        f"floor {floor:.1f} us, ratio {kernels / (floor or math.nan):.2f}, of wall {wall / (floor or math.nan):.2f}",
+        f"  {'whole step, 7 drafts':34}{found.us:10.1f} us in {found.kernels} kernels, wall {found.wall:.1f} us, "
+        f"floor {floor:.1f} us, ratio {found.us / (floor or math.nan):.2f}, of wall "
+        f"{found.wall / (floor or math.nan):.2f}",
         flush=True,
     )
-    table.add(**case, part="whole", us=kernels, kernels=count, wall=wall, floor=floor, names=names)
-    for name, (n, total) in sorted(names.items(), key=lambda item: -item[1][1])[:LONGEST]:
-        print(f"    {n:4} x {name[:70]:70} {total:9.1f} us", flush=True)
+    table.add(**case, part="whole", us=found.us, kernels=found.kernels, wall=found.wall, floor=floor, names=found.names)
+    for name, (count, total) in sorted(found.names.items(), key=lambda item: -item[1][1])[:LONGEST]:
+        print(f"    {count:4} x {name[:70]:70} {total:9.1f} us", flush=True)
+    found = time_step(without, model, fresh(plain), clock, options.steps)
+    print(
+        f"  {'whole step, no drafts':34}{found.us:10.1f} us in {found.kernels} kernels, wall {found.wall:.1f} us",
+        flush=True,
+    )
+    table.add(**case, part="plain", us=found.us, kernels=found.kernels, wall=found.wall)
+    if pieces:
+        time_parts(pieces, compiled, case, clock, bandwidth, table)
+
+
+def time_parts(
+    pieces: list[Part],
+    compiled: list[Future[Any]],
+    case: dict[str, int],
+    clock: Any,
+    bandwidth: float,
+    table: Table,
+) -> None:
     spent: dict[bool, float] = {True: 0.0, False: 0.0}
-    for part in [] if options.whole else pieces:
+    for part, program in zip(pieces, compiled, strict=True):
         table.check()
         at_best = part.nbytes / bandwidth / 1e6
         try:
-            time_us, count = time_part(part, clock)
+            time_us, count = time_part(part, program, clock)
         except Exception as problem:
             print(f"  {part.name:34} {type(problem).__name__}: {str(problem)[:200]}", flush=True)
             spent[part.drafter] = math.nan
@@ -196,7 +252,7 @@ def run_case(model: ds.Model, batch: int, context: int, clock: Any, bandwidth: f
             flush=True,
         )
         table.add(**case, part=part.name, us=time_us, times=part.times, kernels=count, floor=at_best)
-    for name, drafter in () if options.whole or GRAPHS else (("drafter", True), ("target", False)):
+    for name, drafter in (("drafter", True), ("target", False)):
         floor = sum(part.times * part.nbytes for part in pieces if part.drafter == drafter) / bandwidth / 1e6
         print(
             f"  sum of the parts of the {name:10}{spent[drafter]:10.1f} us, floor {floor:8.1f} us, "
@@ -204,14 +260,6 @@ def run_case(model: ds.Model, batch: int, context: int, clock: Any, bandwidth: f
             flush=True,
         )
         table.add(**case, part=f"sum of the {name}", us=spent[drafter], floor=floor)
-    del pieces
-    table.check()
-    config = make(draft="none")
-    state = make_state(model, batch, context, config, params)
-    kernels, wall, names = time_step(model, state, config, clock, options.steps)
-    count = sum(n for n, _ in names.values())
-    print(f"  {'whole step, no drafts':34}{kernels:10.1f} us in {count} kernels, wall {wall:.1f} us", flush=True)
-    table.add(**case, part="plain", us=kernels, kernels=count, wall=wall)
 
 
 def main() -> None:

@@ -199,7 +199,7 @@ def test_lowers_to_cuda(shape: tuple, dtype) -> None:
 
 
 OTHER_TUNINGS = [
-    dict(cut="half", table="plain", partials="pieces"),
+    dict(cut="half", table="plain", partials="pieces", borders="branch"),
     dict(cut="half", splits=1),
     dict(partials="pieces", merge="kernel", merge_columns=8, warpgroups=1),
 ]
@@ -264,9 +264,10 @@ def test_block_keys_with_splits_cut_within_tiles() -> None:
     assert_close(actual, reference_of(REFERENCE.block, *args, **static, causal=False), "bfloat16")
 
 
-def test_one_warpgroup_a_block() -> None:
+@pytest.mark.parametrize("change", [dict(warpgroups=1), dict(borders="branch")], ids=str)
+def test_other_tunings_interpreted(change: dict) -> None:
     case, static = cut_within_tiles(CUTS[-1])
-    static["tuning"] = dataclasses.replace(static["tuning"], warpgroups=1)
+    static["tuning"] = dataclasses.replace(static["tuning"], **change)
     args = (case.q, *case.pages, case.q_start, case.kv_length)
     assert_close(mosaic_sm90.attend(*args, **static), reference_of(REFERENCE.decode, *args, **static), "bfloat16")
 
@@ -320,7 +321,7 @@ def test_a_named_kernel_does_not_fall_back(implementation: str) -> None:
     "field, value",
     [
         *(("tile", 32), ("stages", 1), ("splits", 0), ("merge", "atomic"), ("merge_columns", 12)),
-        *(("cut", "page"), ("table", "none"), ("partials", "columns"), ("warpgroups", 3)),
+        *(("cut", "page"), ("table", "none"), ("partials", "columns"), ("borders", "mask"), ("warpgroups", 3)),
     ],
 )
 def test_tuning_is_validated(field: str, value) -> None:
