@@ -89,16 +89,18 @@ def reorder(form: Format, x: Any) -> Any:
     return pairs.swapaxes(-2, -3).reshape(x.shape)
 
 
-def weights(form: Format, codes: Any, scales: Any, slab: int, *, scale_stride: int) -> tuple[Any, ...]:
+def weights(
+    form: Format, codes: Any, scales: Any, slab: int, *, scale_stride: int, parts: Sequence[int]
+) -> tuple[Any, ...]:
     """bfloat16 fragments [64, 64] of slab number `slab` of codes [64, bytes] in shared memory, ordered as by `reorder`.
 
-    `scales` is [64, blocks] in shared memory, its rows `scale_stride` bytes apart, for the same inputs as `codes`. One
-    fragment for MXFP8, two for NVFP4; `LEFT_OVER` is missing.
+    `scales` is [64, blocks] in shared memory, its rows `scale_stride` bytes apart, for the same inputs as `codes`.
+    There is one fragment for MXFP8, two for NVFP4; `parts` names those that are wanted. `LEFT_OVER` is missing.
     """
     fragment = plgpu.ShapeDtypeStruct((64, 64), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
     code_stride = codes.shape[-1]
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()), return_type=(fragment,) * form.per_byte)
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()), return_type=(fragment,) * len(parts))
     def build(ctx: Any, codes: Any, scales: Any) -> tuple[Any, ...]:
         row, q = _row_and_quarter()
         base, scale_base = utils.memref_ptr(codes), utils.memref_ptr(scales)
@@ -117,7 +119,8 @@ def weights(form: Format, codes: Any, scales: Any, slab: int, *, scale_stride: i
                 at = _add(at, _add(_multiply(q, 2), _i32(8 * slab)))
                 two = arith.extui(_i32_type(), llvm.load(_integer(16), _address(scale_base, at), alignment=2))
                 pair = _asm(2, [two], E4M3_SCALES)
-                columns.append([r for c, word in enumerate(words) for r in _asm(4, [word, pair[c // 2]], E2M1)])
+                wanted = [(word, pair[c // 2]) for c, word in enumerate(words) if c // 2 in parts]
+                columns.append([r for both in wanted for r in _asm(4, both, E2M1)])
         pairs = list(zip(*columns, strict=True))
         return tuple(_fragment(pairs[i : i + 8]) for i in range(0, len(pairs), 8))
 

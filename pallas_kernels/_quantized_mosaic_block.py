@@ -181,15 +181,18 @@ class Block:
 
         def add_step(accumulator: Any, slot: Any, scales: Any, _: None) -> None:
             form, x = self.p.form, self.s["x"].at[slot]
-            slabs, column = form.bytes(self.t.step) // fragments.SLAB, 0
-            for slab in range(slabs):
-                stride = self.p.scale_bytes(self.t)
-                codes = self.s["codes"].at[slot, self.place]
-                for weights in fragments.weights(form, codes, scales, slab, scale_stride=stride):
+            codes, stride = self.s["codes"].at[slot, self.place], self.p.scale_bytes(self.t)
+            # With room for both the next slab is dequantised while this one is multiplied, else one fragment at a time.
+            parts, room = range(form.per_byte), self.registers.room
+            turns = [(slab, p) for slab in range(form.bytes(self.t.step) // fragments.SLAB)
+                     for p in ([parts] if room else [[part] for part in parts])]  # fmt: skip
+            for turn, (slab, some) in enumerate(turns):
+                if turn > 0:
+                    gpu.wait_products(len(parts) if room else 0)
+                made = fragments.weights(form, codes, scales, slab, scale_stride=stride, parts=some)
+                for part, weights in zip(some, made, strict=True):
+                    column = 64 * (len(parts) * slab + part)
                     gpu.multiply_registers(accumulator, weights, x.at[:, gpu.ds(column, 64)])
-                    column += 64
-                if slab + 1 < slabs:  # the next slab is dequantised while this one is multiplied, if both have room
-                    gpu.wait_products(form.per_byte if self.registers.room else 0)
             gpu.wait_products(0)
 
         def run(accumulator: Any) -> jax.Array:

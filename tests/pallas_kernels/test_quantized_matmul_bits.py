@@ -1,5 +1,6 @@
 """Dequantisation by bit tricks: the kernels' own assembly, carried out on arrays, against the formats' definitions."""
 
+import functools
 from pathlib import Path
 
 import ml_dtypes
@@ -56,7 +57,7 @@ def every_mxfp8_weight(monkeypatch: pytest.MonkeyPatch) -> tuple[np.ndarray, np.
     found = []
     for scale in np.resize(E8M0, 256).reshape(4, 64):
         memories = Memory(np.tile(codes, (64, 1))), Memory(np.repeat(scale.astype(np.uint8)[:, None], 8, axis=1))
-        made = [fragments.weights(MXFP8, *memories, slab, scale_stride=8) for slab in range(4)]
+        made = [fragments.weights(MXFP8, *memories, slab, scale_stride=8, parts=[0]) for slab in range(4)]
         found.append(np.concatenate([fragment.array() for (fragment,) in made], axis=1))
     right = e4m3_values(codes)[None] * 2.0 ** (np.resize(E8M0, 256) - 127.0)[:, None]
     return np.concatenate(found), fragments.reorder(MXFP8, as_bfloat16(right))
@@ -224,10 +225,13 @@ def test_threads_make_the_weights_of_the_places_they_hold(form, monkeypatch: pyt
     replace_operations(monkeypatch)
     codes, scales, expected = pieces(form, 5)
     stride = scales.array.shape[1]
-    found = [fragments.weights(form, codes, scales, slab, scale_stride=stride) for slab in range(2)]
+    make, parts = functools.partial(fragments.weights, form, codes, scales), range(form.per_byte)
+    found = [make(slab, scale_stride=stride, parts=parts) for slab in range(2)]
     together = np.concatenate([fragment.array() for slab in found for fragment in slab], axis=1)
     assert np.array_equal(together, fragments.reorder(form, expected))
-    wrong = fragments.weights(form, codes, scales, 0, scale_stride=stride - 2)[0].array()
+    alone = [make(slab, scale_stride=stride, parts=[part])[0].array() for slab in range(2) for part in parts]
+    assert np.array_equal(np.concatenate(alone, axis=1), together)
+    wrong = make(0, scale_stride=stride - 2, parts=parts)[0].array()
     assert not np.array_equal(wrong, together[:, :64])
 
 

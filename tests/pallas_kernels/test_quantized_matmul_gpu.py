@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import re
 import secrets
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -214,3 +215,18 @@ def test_the_weight_reaches_the_kernel_without_a_copy(form: str, implementation:
     text = compiled(implementation).lower(x, weight).compile().as_text()
     for line in re.findall(r"= (?:u8|f8e4m3fn)\[512,\d+\]\S* (\w[\w-]*)\(", text):
         assert line in ("parameter", "bitcast", "get-tuple-element"), line
+
+
+@needs_sm90
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("rows", [8, 64, 512])
+def test_the_change_of_order_is_part_of_what_makes_x(rows: int, form: str) -> None:
+    """One kernel for an activation and the order in which the Mosaic kernel wants its result, and then that kernel."""
+
+    def gated(gate: jax.Array, up: jax.Array, weight: Any) -> jax.Array:
+        made = jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)
+        return quantized_matmul(made.astype(jnp.bfloat16), weight, implementation="mosaic")
+
+    x, weight = random_x(1, rows, 6144), random_weight(form, 1, 512, 6144)
+    entry = jax.jit(gated).lower(x, x, weight).compile().as_text().partition("\nENTRY")[2]
+    assert len(re.findall(r" fusion\(", entry)) == 1 and not re.search(r" (copy|transpose|pad|slice)\(", entry)
