@@ -24,12 +24,18 @@ class Candidate:
       warpgroups, split: as in its tiling.
       tokens: most rows of x in a tile; rows are cut evenly into tiles of at most this many.
       step: inputs of a pipeline step.
+      slower: its time over the estimate, next to that of the others.
     """
 
     warpgroups: int
     tokens: int
     step: int
     split: int = 1
+    slower: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.slower <= 0:
+            raise ValueError(f"slower must be a positive factor, got {self.slower}.")
 
     def tiling(self, rows: int, form: Format, inputs: int) -> _quantized_mosaic.Tiling:
         """The tiling for `rows`, as deep as shared memory allows, or NotImplementedError if not even two stages fit."""
@@ -159,7 +165,7 @@ def choose_mosaic(
         tiles = out // features * -(-rows // tiling.tokens)
         read = features / form.per_byte + 2 * tiling.tokens  # bytes for each input
         clocks = max(features * tiling.tokens / PRODUCTS, read / CACHE_BYTES)
-        fitting.append((-(-tiles // multiprocessors) * clocks, tiling))
+        fitting.append((-(-tiles // multiprocessors) * clocks * candidate.slower, tiling))
     if not fitting:
         raise reason or NotImplementedError("the Mosaic kernel has no tiling for this weight.")
     return min(fitting, key=lambda pair: pair[0])[1]

@@ -1,5 +1,6 @@
 """The Mosaic kernel of `quantized_matmul` without a GPU: interpreted with race detection, and lowered to CUDA."""
 
+import dataclasses
 import functools
 import re
 
@@ -124,6 +125,18 @@ def test_the_choice_lowers_to_cuda(form, rows: int, shape: tuple[int, int]) -> N
 def test_refuses_in_words(form, out: int, inputs: int, reason: str) -> None:
     with pytest.raises(NotImplementedError, match=reason):
         tuning.choose_mosaic(form, 8, out, inputs)
+
+
+@pytest.mark.parametrize("slower, chosen", [(1.0, 4), (3.0, 2)])
+def test_the_table_settles_what_the_estimate_does_not(
+    slower: float, chosen: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    four, two = (tuning.Candidate(warpgroups=w, tokens=128, step=128) for w in (4, 2))
+    entry = dataclasses.replace(tuning.find(MXFP8, 512), mosaic=(dataclasses.replace(four, slower=slower), two))
+    monkeypatch.setattr(tuning, "find", lambda form, rows: entry)
+    assert tuning.choose_mosaic(MXFP8, 512, 8192, 6144).warpgroups == chosen
+    with pytest.raises(ValueError, match="slower must be a positive factor, got 0"):
+        dataclasses.replace(four, slower=0.0)
 
 
 def test_refuses_what_does_not_fit_in_words() -> None:
