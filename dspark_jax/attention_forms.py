@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from dspark_jax.kernels import Kernels
@@ -81,7 +82,7 @@ def attend_with_kernels(
     start = jnp.max(jnp.where(positions < 0, -tokens, positions - offset), axis=1)
     # The cache as pages of one block each, without a copy.
     k_pages, v_pages = (x.reshape(-1, block_size, *x.shape[2:]) for x in (k, v))
-    table = jnp.arange(k_pages.shape[0], dtype=jnp.int32).reshape(batch, -1)
+    table = jnp.asarray(np.arange(k_pages.shape[0], dtype=np.int32).reshape(batch, -1))  # a constant, no kernel
     common: dict[str, Any] = dict(implementation=implementation)
     if blocks is None:
         length = jnp.clip(jnp.max(positions, axis=1) + 1, 0, k.shape[1])

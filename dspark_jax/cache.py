@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from dspark_jax.config import DrafterConfig, TargetConfig
@@ -135,7 +136,8 @@ class DraftCache:
     def page_table(self) -> Int[Array, "B P"]:
         """Page ids of each row for `pallas_kernels`: row b owns pages b · P ... b · P + P - 1 of the pool."""
         batch, pages = self.keys[0].shape[0], self.slots // self.page_size
-        return jnp.arange(batch * pages, dtype=jnp.int32).reshape(batch, pages)
+        # A constant of the program; counted up there, each layer would count for itself.
+        return jnp.asarray(np.arange(batch * pages, dtype=np.int32).reshape(batch, pages))
 
     def as_pages(self, ring: Float[Array, "B R Hkv D"]) -> Float[Array, "N page Hkv D"]:
         """One layer's keys or values as a pool of pages, without a copy."""

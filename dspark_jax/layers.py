@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from dspark_jax import formats
@@ -77,7 +78,7 @@ def rms_normalize(
 ) -> Float[Array, "*batch H"]:
     """x / rms(x) · scale over the last axis, all in float32, rounded once to `dtype`."""
     x32 = x.astype(jnp.float32)
-    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    x32 = x32 * lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
     return (x32 * jnp.broadcast_to(scale, x32.shape)).astype(dtype)
 
 
@@ -110,14 +111,17 @@ def rotate(
     x: Float[Array, "B T N D"], positions: Int[Array, "B T"], *, rotary_dim: int, theta: float
 ) -> Float[Array, "B T N D"]:
     """Rotary embedding of the first `rotary_dim` dims, NeoX halves (i pairs with i + rotary_dim / 2), in float32."""
-    half = rotary_dim // 2
-    frequency = jnp.asarray(theta ** (-np.arange(half) / half), jnp.float32)
-    angle = (positions.astype(jnp.float32)[..., None] * frequency[None, None, :])[:, :, None, :]
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    first, second, rest = jnp.split(x.astype(jnp.float32), [half, rotary_dim], axis=-1)
-    cos, sin = jnp.broadcast_to(cos, first.shape), jnp.broadcast_to(sin, first.shape)
-    rotated = [first * cos - second * sin, second * cos + first * sin, rest]
-    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
+    # Elementwise over all dims, with frequency 0 where nothing turns: joined from pieces it would be several kernels.
+    half, lane = rotary_dim // 2, np.arange(x.shape[-1])
+    frequency = np.where(lane < rotary_dim, theta ** (-(lane % half) / half), 0.0)
+    sign = np.select([lane < half, lane < rotary_dim], [-1.0, 1.0], 0.0)
+    angle = positions.astype(jnp.float32)[..., None] * jnp.asarray(frequency, jnp.float32)[None, None, :]
+    sin = jnp.sin(angle) * jnp.asarray(sign, jnp.float32)[None, None, :]
+    x32 = x.astype(jnp.float32)
+    behind, before = (lax.pad(x32, jnp.float32(0), [(0, 0, 0)] * 3 + [(-by, by, 0)]) for by in (half, -half))
+    partner = jnp.where(jnp.broadcast_to(lane < half, x.shape), behind, before)
+    cos, sin = (jnp.broadcast_to(a[:, :, None, :], x.shape) for a in (jnp.cos(angle), sin))
+    return (x32 * cos + partner * sin).astype(x.dtype)
 
 
 def swiglu_oai(

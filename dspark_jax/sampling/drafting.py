@@ -67,17 +67,19 @@ def draft(
     temperature = jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), (batch,))
     if allowed is None:
         allowed = jnp.ones((vocab,), bool)
+    # All at once, outside of the chain of slots that wait for each other.
+    slot_keys = jax.vmap(draft_keys, in_axes=(None, 0))(keys, jnp.arange(slots, dtype=jnp.int32))
 
     def draft_slot(slot: int | Array, previous: Array, carry: object) -> tuple[Draft, object]:
         bias, embedding, carry = markov(previous, _slot(hidden, slot), carry)
         logits = _slot(base_logits, slot).astype(jnp.float32) + bias.astype(jnp.float32)
-        token, log_q = choose(logits, temperature, draft_keys(keys, slot), allowed)
+        token, log_q = choose(logits, temperature, slot_keys[slot], allowed)
         return Draft(token, log_q, embedding), carry
 
     def draft_next(slot: Array, state: tuple[Draft, Array, object]) -> tuple[Draft, Array, object]:
         block, previous, carry = state
         drafted, carry = draft_slot(slot, previous, carry)
-        block = jax.tree.map(lambda rows, row: rows.at[:, slot].set(row), block, drafted)
+        block = jax.tree.map(lambda rows, row: lax.dynamic_update_index_in_dim(rows, row, slot, 1), block, drafted)
         return block, drafted.tokens, carry
 
     # The first slot stands alone, because only there the carry is None. The loop fills log_q where it lies: joined from
@@ -100,8 +102,9 @@ def _ancestral(logits: Array, temperature: Array, keys: Array, allowed: Array) -
     vocabulary = jnp.arange(logits.shape[-1], dtype=jnp.int32)[None]
     one_hot = jnp.where((vocabulary == best) & (scores == 0), 0.0, -jnp.inf).astype(jnp.float32)
     log_q = jnp.where(greedy[:, None], one_hot, sampled)
-    # Drawn from the very numbers that are stored: another rounding of the same softmax would not be lossless.
-    return draw(log_q, keys, greedy), log_q
+    # Drawn from the very numbers that are stored: another rounding of the same softmax would not be lossless. A one-hot
+    # row is drawn too: a condition would have the device ask the host in every slot.
+    return draw(log_q, keys), log_q
 
 
 def _greedy(logits: Array, temperature: Array, keys: Array, allowed: Array) -> tuple[Array, None]:
