@@ -108,8 +108,8 @@ def attend(
         grid=(chunks * splits * b * hkv,), name="block_attention_triton" if block else "windowed_decode_triton",
         num_warps=tuning.warps, num_stages=tuning.stages, PAGE=page, ENTRIES=entries,
         REACH=NO_WINDOW if window is None else window, SCALE_LOG2=scale_log2, HAS_BLOCK=bool(block), CAUSAL=causal,
-        CHUNKS=chunks, ROWS=rows, TILE=tuning.tile, BLOCK_TILE=power_of_two(k), STAGES=tuning.stages,
-        ONE_LOOP=tuning.one_loop, **shape,
+        CHUNKS=chunks, ROWS=rows, TILE=tuning.tile, BLOCK_TILE=power_of_two(k), ONE_LOOP=tuning.one_loop,
+        **shape,
     )  # fmt: skip
     if splits == 1:
         return results[0], results[1]

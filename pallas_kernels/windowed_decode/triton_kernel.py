@@ -74,7 +74,7 @@ def attend(
     QUERIES: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     ENTRIES: tl.constexpr, REACH: tl.constexpr, SCALE_LOG2: tl.constexpr, HAS_BLOCK: tl.constexpr,
     CAUSAL: tl.constexpr, SPLITS: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-    BLOCK_TILE: tl.constexpr, DIM_PADDED: tl.constexpr, STAGES: tl.constexpr, ONE_LOOP: tl.constexpr,
+    BLOCK_TILE: tl.constexpr, DIM_PADDED: tl.constexpr, ONE_LOOP: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0)  # programs that read the same keys start together
     chunk, split, head_of_row = at % CHUNKS, at // CHUNKS % SPLITS, at // (CHUNKS * SPLITS)
@@ -108,10 +108,15 @@ def attend(
     inner = tl.minimum(tl.maximum(inner, from_tile), to_tile)
     outer = tl.minimum(tl.maximum(outer, inner), to_tile)
     k_ptr, v_ptr, row_ptr = k_pages_ptr + kv_head * DIM, v_pages_ptr + kv_head * DIM, table_ptr + row * ENTRIES
+    # A page is looked up a tile ahead, so that copies of tiles to come wait for no load. The loops do not name their
+    # stages: the look-ups of one that does are copied as well, and everything waits for them.
+    SEVERAL: tl.constexpr = ENTRIES > 1 or PAGE % TILE != 0
     if ONE_LOOP:
         where = look_up(from_tile, row_ptr, begin, end, PAGE, ENTRIES, TILE)
-        for tile in tl.range(from_tile, to_tile, num_stages=STAGES):
-            following = look_up(tile + 1, row_ptr, begin, end, PAGE, ENTRIES, TILE)
+        for tile in tl.range(from_tile, to_tile):
+            following = where
+            if SEVERAL:
+                following = look_up(tile + 1, row_ptr, begin, end, PAGE, ENTRIES, TILE)
             values, maximum, total = add_pages(
                 tile, where, (tile < inner) | (tile >= outer), q, values, maximum, total, k_ptr, v_ptr, q_position,
                 length, KV_HEADS, DIM, PAGE, REACH, SCALE_LOG2, TILE, DIM_PADDED, None,
@@ -121,17 +126,21 @@ def attend(
         first = tl.where(from_tile < inner, from_tile, outer)
         where = look_up(first, row_ptr, begin, end, PAGE, ENTRIES, TILE)
         tile = first
-        for _ in tl.range(0, to_tile - outer + inner - from_tile, num_stages=STAGES):
+        for _ in tl.range(0, to_tile - outer + inner - from_tile):
             next_tile = tl.where(tile + 1 == inner, outer, tile + 1)
-            following = look_up(next_tile, row_ptr, begin, end, PAGE, ENTRIES, TILE)
+            following = where
+            if SEVERAL:
+                following = look_up(next_tile, row_ptr, begin, end, PAGE, ENTRIES, TILE)
             values, maximum, total = add_pages(
                 tile, where, True, q, values, maximum, total, k_ptr, v_ptr, q_position,
                 length, KV_HEADS, DIM, PAGE, REACH, SCALE_LOG2, TILE, DIM_PADDED, True,
             )  # fmt: skip
             where, tile = following, next_tile
         where = look_up(inner, row_ptr, begin, end, PAGE, ENTRIES, TILE)
-        for tile in tl.range(inner, outer, num_stages=STAGES):
-            following = look_up(tile + 1, row_ptr, begin, end, PAGE, ENTRIES, TILE)
+        for tile in tl.range(inner, outer):
+            following = where
+            if SEVERAL:
+                following = look_up(tile + 1, row_ptr, begin, end, PAGE, ENTRIES, TILE)
             values, maximum, total = add_pages(
                 tile, where, False, q, values, maximum, total, k_ptr, v_ptr, q_position,
                 length, KV_HEADS, DIM, PAGE, REACH, SCALE_LOG2, TILE, DIM_PADDED, False,

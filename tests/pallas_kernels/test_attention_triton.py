@@ -1,5 +1,7 @@
 """The Triton kernels compile ahead of time for architectures that no test machine has."""
 
+import re
+
 import pytest
 
 BF16, F32, I32 = "*bf16", "*fp32", "*i32"
@@ -7,6 +9,10 @@ SHAPE = dict(QUERIES=8, HEADS=64, KV_HEADS=4)
 
 
 def compile_for(kernel, capability: int, pointers: dict[str, str], constants: dict[str, object], warps: int) -> bytes:
+    return compiled(kernel, capability, pointers, constants, num_warps=warps).asm["cubin"]
+
+
+def compiled(kernel, capability: int, pointers: dict[str, str], constants: dict[str, object], **options: int):
     from triton import compile
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -19,7 +25,7 @@ def compile_for(kernel, capability: int, pointers: dict[str, str], constants: di
         constexprs={(names.index(name),): value for name, value in constants.items()},
         attrs={(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in pointers},
     )
-    return compile(source, target=GPUTarget("cuda", capability, 32), options=dict(num_warps=warps)).asm["cubin"]
+    return compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 @pytest.mark.slow
@@ -36,10 +42,28 @@ def test_attend_compiles(head_dim: int, capability: int) -> None:
         constants = dict(
             **SHAPE, DIM=head_dim, DIM_PADDED=padded, PAGE=64 if block else 16, ENTRIES=65, REACH=4096,
             SCALE_LOG2=scale, HAS_BLOCK=block, CAUSAL=False, SPLITS=splits, CHUNKS=1, ROWS=128 if padded <= 128 else 64,
-            TILE=64 if padded <= 128 else 32, BLOCK_TILE=16, STAGES=3 if padded <= 128 else 2, ONE_LOOP=not block,
+            TILE=64 if padded <= 128 else 32, BLOCK_TILE=16, ONE_LOOP=not block,
         )  # fmt: skip
         outputs = dict(out_ptr=BF16 if splits == 1 else F32, lse_ptr=F32)
         assert compile_for(triton_kernel.attend, capability, inputs | outputs, constants, warps=8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page, entries", [(16, 17), (16, 1), (64, 17), (64, 1), (256, 5)])
+@pytest.mark.parametrize("one_loop", [True, False])
+def test_copies_of_tiles_to_come_are_under_way(page: int, entries: int, one_loop: bool) -> None:
+    pytest.importorskip("triton", reason="triton is not installed: dspark-jax[triton]")
+    from pallas_kernels.windowed_decode import triton_kernel
+
+    pointers = {f"{name}_ptr": BF16 for name in ("q", "k_pages", "v_pages", "k_block", "v_block", "out")}
+    pointers |= {f"{name}_ptr": I32 for name in ("table", "q_start", "kv_length")} | dict(lse_ptr=F32)
+    constants = dict(
+        **SHAPE, DIM=128, DIM_PADDED=128, PAGE=page, ENTRIES=entries, REACH=100, SCALE_LOG2=0.1, HAS_BLOCK=False,
+        CAUSAL=False, SPLITS=1, CHUNKS=1, ROWS=128, TILE=64, BLOCK_TILE=16, ONE_LOOP=one_loop,
+    )  # fmt: skip
+    made = compiled(triton_kernel.attend, 90, pointers, constants, num_warps=8, num_stages=4)
+    waits = re.findall(r"async_wait %[^{]*{num = (\d+)", made.asm["ttgir"])
+    assert set(waits) == {"4"}, "each tile waits for its own keys and values, and leaves those of two more under way"
 
 
 @pytest.mark.slow
