@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from convert import formats, names
 from convert.errors import ConversionError
@@ -116,14 +116,10 @@ class Piece:
         return (name for tensors in self.leaf.tensors[self.start : self.stop] for name in tensors.values())
 
 
-def stamps(pieces: Iterable[Piece]) -> dict[str, list[Any]]:
-    """Stamp of every shard that the pieces are read from, by its path."""
-    found = {}
-    for piece in pieces:
-        source = piece.leaf.source
-        for shard in {source.tensors[name].shard for name in piece.names}:
-            found[str((source.folder / shard).absolute())] = source.stamp(shard)
-    return found
+def stamps(pieces: Iterable[Piece]) -> dict[str, list[str]]:
+    """Stamps of the shards that the pieces are read from, as a JSON object."""
+    found = {source.stamp(source.tensors[n].shard) for p in pieces for source in (p.leaf.source,) for n in p.names}
+    return {"shards": sorted(found)}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -106,9 +106,9 @@ class Checkpoint:
         if t.nbytes:
             self._map(t.shard).madvise(mmap.MADV_WILLNEED, start, t.end - start)
 
-    def stamp(self, shard: str) -> list[Any]:
-        """Header, size and time of a shard when it was opened: another stamp, another file (JSON values)."""
-        return [self._header_digests[shard], *self._stats[shard]]
+    def stamp(self, shard: str) -> str:
+        """Name, header, size and time of a shard when it was opened: another stamp, another file."""
+        return " ".join((shard, self._header_digests[shard], *map(str, self._stats[shard])))
 
     def fingerprint(self) -> str:
         """Digest of the headers and of samples of the data: tells two checkpoints of one architecture apart."""

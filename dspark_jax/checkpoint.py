@@ -366,8 +366,8 @@ def _check_same_config(root: str, mine: Any, other: Any, like: Path) -> None:
 def _stored_as(name: str, weight: Leaf) -> dict[str, str]:
     """The entry's format for a weight in memory."""
     for leaf in jax.tree.leaves(weight):
-        if not isinstance(leaf, jax.Array | np.ndarray) or isinstance(leaf, jax.core.Tracer):
-            raise CheckpointError(f"{name} is {type(leaf).__name__}, which holds no values; save outside of jit")
+        if not isinstance(leaf, jax.Array | np.ndarray):
+            raise CheckpointError(f"{name} is {type(leaf).__name__}, which holds no values; save a loaded model")
     if isinstance(weight, NVFP4Array):
         return {"format": "nvfp4", "global_scale": weight.global_scale_op}
     if isinstance(weight, MXFP8Array):

@@ -1,27 +1,22 @@
-"""Acceptance measured: verify steps of many prompts, intervals from a bootstrap over prompts, calibration, entropy.
+"""Acceptance measured: verify steps of many prompts, intervals from a bootstrap over prompts, calibration.
 
 Only full-length steps count: the last steps of a generation verify fewer drafts because its budget ends, and would pull
 every figure down by an amount that depends on the budget.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jaxtyping import Array, Float, Int
 
-from dspark_jax import sampling
 from dspark_jax.checkpoint import Model
 from dspark_jax.generate_config import GenerateConfig
-from dspark_jax.generation import generate
+from dspark_jax.measurement_programs import generate_in_parts
 from dspark_jax.prompts import check_vocabulary, pad_prompts
 from dspark_jax.sampling import SamplingParams, request_keys
-from dspark_jax.target import token_positions
 
 RESAMPLES = 2000
 _LEVEL = 0.95
@@ -125,9 +120,9 @@ def measure(
     config: GenerateConfig,
     seeds: Sequence[int],
     batch_size: int = 64,
-    run: Callable[..., Any] | None = None,
+    run: Callable[..., Any] = generate_in_parts,
 ) -> Measurement:
-    """Generate from each prompt and keep its full-length verify steps. All batches run the same compiled program.
+    """Generate from each prompt and keep its full-length verify steps. All batches run the same compiled programs.
 
     Args:
       model: what `load` returned, with a drafter.
@@ -136,7 +131,8 @@ def measure(
       config: `record_steps` and `expected_acceptance` are set here, whatever it says.
       seeds: one a prompt.
       batch_size: prompts of one run.
-      run: stands in for `jax.jit(generate)`, with its arguments: a program that has been compiled already.
+      run: takes the arguments of `generate` and gives what it gives; `Programs` of `measurement_programs`, for
+        instance, which compiles ahead.
 
     Raises:
       ValueError: seeds that do not match the prompts, decoding without drafts, a confidence threshold, a budget
@@ -152,7 +148,6 @@ def measure(
             "steps left would be a selection; leave it at 0"
         )
     config = recording(config)
-    run = run or _generate
     drafts = config.num_draft_tokens or model.drafter.config.block_size
     steps: list[tuple[np.ndarray, ...]] = []
     confidence, texts = [], []
@@ -185,11 +180,6 @@ def measure(
 def recording(config: GenerateConfig) -> GenerateConfig:
     """`config` with what `measure` needs switched on."""
     return dataclasses.replace(config, record_steps=True, expected_acceptance=True)
-
-
-@functools.partial(jax.jit, static_argnames="config")
-def _generate(model, tokens, lengths, keys, params, *, config):
-    return generate(model, tokens, lengths, keys, params, config=config)
 
 
 def batches(
@@ -270,62 +260,3 @@ def _auc(score: np.ndarray, hit: np.ndarray) -> float | None:
     count = np.bincount(group, minlength=len(values))
     rank = np.cumsum(count) - (count - 1) / 2  # equal scores share the mean of their ranks
     return float((rank[group][hit].sum() - positive * (positive + 1) / 2) / (positive * negative))
-
-
-@jax.jit
-def token_entropies(
-    model: Model, tokens: Int[Array, "B T"], params: SamplingParams
-) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """Entropy in nats of the target's law of the token behind each prefix of `tokens`.
-
-    Returns:
-      float32 [B, T] of the unfiltered law at temperature 1, and of the law that `params` samples from.
-
-    Raises:
-      ValueError: tokens is wider than the target's context.
-    """
-    batch, width = tokens.shape
-    target = model.target
-    if not 0 < width <= target.config.max_context:
-        raise ValueError(f"tokens is {width} wide, the target's context is {target.config.max_context}")
-    positions = token_positions(jnp.zeros((batch,), jnp.int32), jnp.full((batch,), width, jnp.int32), width)
-    hidden = target(tokens, positions, target.make_cache(batch, width), logits="none").hidden
-
-    def one(row: Float[Array, "B H"]) -> tuple[Array, Array]:
-        logits = target.lm_head.logits(row)[:, None]  # a position at a time: all logits would be T times as large
-        laws = sampling.target_log_probs(logits, SamplingParams()), sampling.target_log_probs(logits, params)
-        raw, filtered = (-jnp.sum(jnp.where(p > -jnp.inf, jnp.exp(p) * p, 0.0), axis=-1)[:, 0] for p in laws)
-        return raw, filtered
-
-    raw, filtered = lax.map(one, jnp.swapaxes(hidden, 0, 1))
-    return raw.T, filtered.T
-
-
-def continuation_entropy(
-    model: Model,
-    prompts: Sequence[Sequence[int]],
-    measurement: Measurement,
-    params: SamplingParams,
-    *,
-    batch_size: int = 64,
-) -> dict[str, Any]:
-    """Mean entropy of the target, in nats, where it wrote the tokens of `measurement`, with bootstrap intervals.
-
-    Returns:
-      "unfiltered" (temperature 1) and "sampled" (what `params` leave of it), each with "mean" and "interval".
-    """
-    new = [row[:n].tolist() for row, n in zip(measurement.tokens, measurement.lengths, strict=True)]
-    texts = [[*p, *n] for p, n in zip(prompts, new, strict=True)]
-    found, owner = [], []
-    for first, (_, tokens, *_) in batches(model, texts, params, seeds=range(len(texts)), batch_size=batch_size):
-        both = np.stack([np.asarray(e) for e in token_entropies(model, tokens, params)], axis=-1)
-        for i in range(first, min(first + batch_size, len(texts))):
-            start = len(prompts[i]) - 1  # the law behind the prompt's last token gave the first new one
-            found.append(both[i - first, start : start + len(new[i])])
-            owner.append(np.full(len(new[i]), i))
-    values = np.concatenate(found).astype(np.float64)
-    replicates = dataclasses.replace(measurement, prompt=np.concatenate(owner)).bootstrap(values)
-    return {
-        name: {"mean": float(values[:, i].mean()), "interval": interval(replicates[:, i])}
-        for i, name in enumerate(("unfiltered", "sampled"))
-    }

@@ -1,6 +1,8 @@
-"""Prompts of different lengths as one right-padded array."""
+"""Prompts of different lengths as one right-padded array, and files of prompts."""
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -51,6 +53,35 @@ def check_vocabulary(tokens: Int[Array, "B T"], vocab_size: int) -> None:
     for i, token in enumerate(worst.tolist()):
         if token >= vocab_size:
             raise ValueError(f"prompt {i} holds token {token}, outside the vocabulary of {vocab_size}")
+
+
+def read_prompt_lines(file: Path) -> list[str | list[int]]:
+    """Prompts of a JSON-lines file: a line is {"prompt": text} or {"tokens": [ids]}; other keys are left alone.
+
+    Raises:
+      ValueError: a line that is neither, or a file without prompts.
+    """
+    prompts: list[str | list[int]] = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+        except ValueError as error:
+            raise ValueError(
+                f'{file}:{number} is not valid JSON ({error}); every line is {{"prompt": text}} or {{"tokens": [ids]}}'
+            ) from error
+        if isinstance(entry, dict) and isinstance(entry.get("tokens"), list):
+            prompts.append(entry["tokens"])
+        elif isinstance(entry, dict) and isinstance(entry.get("prompt"), str):
+            prompts.append(entry["prompt"])
+        else:
+            raise ValueError(f'{file}:{number} must be {{"prompt": text}} or {{"tokens": [ids]}}')
+        if not prompts[-1]:
+            raise ValueError(f"{file}:{number} is an empty prompt; give it some text or remove the line")
+    if not prompts:
+        raise ValueError(f"{file} holds no prompt")
+    return prompts
 
 
 def _ids(prompt: Sequence[int], index: int) -> np.ndarray:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 Kernel = Callable[..., tuple[jax.Array, jax.Array]]
+_REMEDY = "None takes the best form that serves this call, and 'xla' runs on every device."
 
 
 def device_of(*arrays: Any) -> Any:
@@ -36,7 +37,7 @@ def choose(function: str, implementation: str | None, builders: Mapping[str, Cal
         try:
             return builders[implementation]()
         except NotImplementedError as error:
-            raise NotImplementedError(f"{function}(implementation={implementation!r}): {error}") from None
+            raise NotImplementedError(f"{function}(implementation={implementation!r}): {error} {_REMEDY}") from None
     for builder in list(builders.values())[:-1]:
         try:
             return builder()

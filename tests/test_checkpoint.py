@@ -108,8 +108,21 @@ def test_a_folder_with_a_drafter_alone(source, tmp_path):
 
 def test_a_folder_without_a_drafter(folder):
     shutil.rmtree(folder / "dspark")
+    for load in (ds.load, ds.load_drafter):
+        with pytest.raises(ds.CheckpointError, match=r"has the arrays of a drafter, but dspark/config.json is missing"):
+            load(folder)
+    edit(folder, lambda r: [r["arrays"].pop(name) for name in list(r["arrays"]) if name.startswith("drafter/")])
+    assert ds.load(folder).drafter is None
     with pytest.raises(ds.CheckpointError, match=r"has no drafter: dspark/config.json is missing; .*draft='none'"):
         ds.load_drafter(folder)
+
+
+def test_an_unfinished_conversion(folder):
+    partial = folder.rename(folder.with_name("ckpt.partial"))
+    (partial / "layout.json").unlink()
+    for path in (partial, folder):
+        with pytest.raises(ds.CheckpointError, match=r"was interrupted, finish it with --resume"):
+            ds.load(path)
 
 
 # What is refused

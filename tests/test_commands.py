@@ -1,6 +1,7 @@
 """The command line: what it prints, where, and with which exit status."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 import dspark_jax as ds
-from dspark_jax.commands import demo, evaluate, main
+from dspark_jax.commands import _common, demo, evaluate, generate, main
 
 # Compiling is nearly all of the time of these tests, and most of it goes with the block size.
 SMALL = dict(block_size=2)
@@ -141,6 +142,55 @@ def test_generate_streams_text(call, checkpoint, tmp_path):
     assert both.startswith(f"[0] {report['rows'][0]['text']}\n[1] ")
 
 
+def test_generate_tells_prompts_from_what_follows(call, checkpoint):
+    """Prompts are quoted on stderr, and stdout is the model's text alone."""
+    status, out, err = call("generate", checkpoint, "--prompt", "for name in a:\n    b", *SHORT)
+    assert status == 0 and err.startswith("> for name in a:\n>     b\n--- the model goes on\n")
+    assert "> " not in out
+    status, out, err = call("generate", checkpoint, "--tokens", "1,2", "--tokens", "3", *SHORT)
+    assert status == 0 and err.startswith("> 1 2\n> 3\n") and out.startswith("[0] ")
+
+
+def test_long_prompts_are_shown_by_their_end():
+    assert _common.quoted("a\nb\nc", most=3) == "> a\n> b\n> c"
+    assert _common.quoted("a\nb\nc", most=2) == "> ... 1 more line above ...\n> b\n> c"
+    assert _common.quoted("a\nb\n\n", most=2) == "> ... 2 more lines above ...\n> \n> "
+
+
+def test_speed_is_counted_from_when_everything_is_compiled(monkeypatch):
+    times = iter([0.0, 10.0, 16.0, 17.0, 18.0])
+    monkeypatch.setattr(generate.time, "perf_counter", lambda: next(times))
+    clock = generate._Clock()
+    clock.tick(1)  # compiles the prompt's program
+    clock.tick(8)  # and the step's
+    assert (
+        clock.describe()
+        == "16.0 s to compile or load the programs and to read the prompt; too short a text to measure the speed"
+    )
+    clock.tick(4)
+    clock.tick(6)
+    # Ten tokens in the two seconds since; over everything they would be 19 in 18.
+    assert clock.describe().endswith("; then 5.0 tokens/s over 2 steps")
+
+
+def test_generate_reads_files_of_prompts(call, checkpoint, bare, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "for name in "}\n{"tokens": [1, 2, 3], "note": "ids"}\n', encoding="utf-8")
+    rows = json.loads(call("generate", checkpoint, "--prompt-file", file, *SHORT, "--json")[1])["rows"]
+    alone = [
+        json.loads(call("generate", checkpoint, *prompt, *SHORT, "--json", "--seed", seed)[1])["rows"][0]
+        for seed, prompt in enumerate([("--prompt", "for name in "), ("--tokens", "1,2,3")])
+    ]
+    assert [r["tokens"] for r in rows] == [r["tokens"] for r in alone]
+    # Mutant: the file taken for a text.
+    as_text = call("generate", checkpoint, "--prompt", file.read_text(), *SHORT, "--json")[1]
+    assert json.loads(as_text)["rows"][0]["tokens"] not in [r["tokens"] for r in rows]
+    assert fails(call("generate", checkpoint, "--prompt-file", file, "--chat"), "has lines of tokens; leave --chat out")
+    assert fails(call("generate", bare, "--prompt-file", file), "has no tokenizer.json")
+    file.write_text('{"text": "a"}\n')
+    assert fails(call("generate", checkpoint, "--prompt-file", file), 'prompts.jsonl:1 must be {"prompt": text}')
+
+
 def test_generate_stops_at_texts(call, checkpoint):
     text = json.loads(call("generate", checkpoint, "--prompt", "for name in ", *SHORT, "--json")[1])["rows"][0]["text"]
     stop = text[2:4]
@@ -202,6 +252,23 @@ def test_a_damaged_checkpoint_is_one_line(call, checkpoint, tmp_path):
     shutil.rmtree(folder / "arrays")
     status, out, err = call("generate", folder, "--tokens", "1", *SHORT)
     assert (status, out) == (1, "") and err.startswith("error: ")
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="there the kernel may run")
+def test_a_kernel_that_cannot_run_here_says_what_can(checkpoint):
+    model = ds.load(checkpoint, compute_dtype="float32")
+    tokens, lengths = ds.pad_prompts([[1, 2, 3]])
+
+    def trace(implementation: str | None):
+        config = ds.GenerateConfig(max_new_tokens=4, draft_attention=implementation)
+        inputs = (model, tokens, lengths, ds.request_keys([0]), ds.SamplingParams())
+        jax.eval_shape(lambda *a: ds.generate(*a, config=config), *inputs)
+
+    remedy = "this call runs on cpu. None takes the best form that serves this call, and 'xla' runs on every device."
+    with pytest.raises(NotImplementedError, match=re.escape(remedy)):
+        trace("mosaic")
+    for remedy in (None, "xla"):
+        trace(remedy)
 
 
 # info
@@ -267,8 +334,31 @@ def test_evaluate_measures_and_reports(call, checkpoint, tmp_path):
         assert row["spread"] == pytest.approx(np.std(row["passes"], ddof=1))
         standard, block = (row["expected_acceptance_length"][m] for m in ("standard", "block"))
         assert 1 <= standard <= block + 1e-6 <= row["num_draft_tokens_per_step"] + 1 + 1e-6
-        line = f"{row['num_draft_tokens_per_step']:>2} ancestral {row['verify']}"
-        assert line in out and f"{row['mean_acceptance_length']:.3f}" in out
+        assert row["num_prompts"] == 2
+        low, high = row["interval"]
+        shown = (
+            f"{row['num_draft_tokens_per_step']:>2} ancestral {row['verify']:<10}{row['mean_acceptance_length']:>7.3f} "
+            f"{(high - low) / 2:>6.3f}{row['num_spec_steps']:>7}{2:>8}"
+        )
+        assert shown in out
+    assert "2 prompts, 2 passes, 2 rows, 3 programs to compile" in out
+    assert "Only 2 prompts" in out and "give 10 prompts or more" in out
+
+
+def test_one_prompt_has_no_interval():
+    row = dict(
+        num_draft_tokens_per_step=1,
+        draft="ancestral",
+        verify="block",
+        mean_acceptance_length=1.5,
+        interval=[1.5, 1.5],
+        num_spec_steps=8,
+        num_prompts=1,
+        expected_acceptance_length=dict(standard=1.5, block=1.5),
+        acceptance_rate_per_position=[0.5],
+    )
+    assert "1.500      ?      8       1" in evaluate.line(row)
+    assert "1.500  0.000      8       2" in evaluate.line(row | {"num_prompts": 2})
 
 
 def test_evaluate_errors_are_one_line(call, checkpoint, bare, tmp_path):

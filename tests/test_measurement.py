@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import dspark_jax as ds
-from dspark_jax import ablations, measurement
-from dspark_jax.measurement import Measurement, calibration, interval, measure
+from dspark_jax import ablations, entropy, measurement_programs
+from dspark_jax.measurement import Measurement, calibration, interval, measure, recording
 
 PROMPTS = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10], [2, 4]]
 CONFIG = ds.GenerateConfig(max_new_tokens=17, num_draft_tokens=3, stop_token_ids=())
@@ -19,9 +19,7 @@ HOT = ds.SamplingParams(temperature=2.0)
 
 @pytest.fixture(scope="module")
 def found() -> Measurement:
-    return measure(
-        cases.hot_model(), PROMPTS, HOT, config=CONFIG, seeds=range(5), batch_size=2, run=cases.jit_generate()
-    )
+    return measure(cases.hot_model(), PROMPTS, HOT, config=CONFIG, seeds=range(5), batch_size=2)
 
 
 def test_steps_are_those_of_generate_that_verify_a_full_block(found):
@@ -168,7 +166,7 @@ def test_entropy_is_that_of_teacher_forced_logits(found):
         for law, into in ((cases.filtered_law(logits), raw), (dict(temperature=2.0, top_p=0.8), sampled)):
             p = law if isinstance(law, np.ndarray) else cases.filtered_law(logits, **law)
             into.append(-(p * np.log(np.where(p > 0, p, 1))).sum(-1))
-    result = measurement.continuation_entropy(model, PROMPTS, found, params, batch_size=2)
+    result = entropy.continuation_entropy(model, PROMPTS, found, params, batch_size=2)
     # fp32 against float64 over 12 tokens.
     assert result["unfiltered"]["mean"] == pytest.approx(np.mean(raw), abs=1e-4)
     assert result["sampled"]["mean"] == pytest.approx(np.mean(sampled), abs=1e-4)
@@ -201,6 +199,58 @@ def test_one_program_whatever_the_prompts():
 
     measure(cases.hot_model(), [[1]] * 4 + [[2] * 60], HOT, config=CONFIG, seeds=range(5), batch_size=2, run=run)
     assert len(runs) == 3 and all(r == runs[0] for r in runs)
+
+
+# Programs
+
+RUNS = ((3, "ancestral", "block"), (1, "greedy", "match"))
+
+
+def recorded(k: int, draft: str, verify: str) -> ds.GenerateConfig:
+    return recording(dataclasses.replace(CONFIG, num_draft_tokens=k, draft=draft, verify=verify))
+
+
+def inputs(model: ds.Model, params: ds.SamplingParams) -> tuple:
+    return model, *ds.pad_prompts(PROMPTS), ds.request_keys(range(len(PROMPTS))), params
+
+
+def test_two_programs_give_what_generate_gives():
+    arguments = inputs(cases.hot_model(), HOT)
+    outs = []
+    with measurement_programs.Programs() as programs:
+        for run in RUNS:
+            programs.order(arguments, recorded(*run))
+        assert len(programs) == 3
+        for run in RUNS:
+            expected = cases.run(*arguments, config=recorded(*run))
+            found = programs(*arguments, config=recorded(*run))
+            assert jax.tree.structure(found) == jax.tree.structure(expected)
+            for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+                np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)  # fp32, compiled in two ways
+            outs.append(expected)
+        assert len(programs) == 3
+    assert not np.array_equal(*(o.tokens for o in outs)), "or one setting could be taken for the other"
+
+
+def test_prompts_are_read_by_one_program(monkeypatch):
+    monkeypatch.setattr(measurement_programs.Programs, "_compile", lambda self, trace: None)
+    model = cases.hot_model()
+    every = [recorded(k, *run[1:]) for k in (1, 2, 3, 4) for run in RUNS]
+
+    def ordered(programs: measurement_programs.Programs, model: ds.Model, params: ds.SamplingParams = HOT) -> int:
+        for config in every:
+            programs.order(inputs(model, params), config)
+        return len(programs)
+
+    with measurement_programs.Programs() as programs:
+        assert ordered(programs, model) == 1 + len(every)
+        # Another law and another Markov table are other arguments of the same programs, a causal block is not.
+        assert ordered(programs, ablations.zeroed_markov(model), ds.SamplingParams(temperature=0.5)) == 1 + len(every)
+        assert ordered(programs, ablations.causal_block(model)) == 2 * (1 + len(every))
+    # Mutant: each config reads its prompts for itself.
+    monkeypatch.setattr(measurement_programs, "_of_the_prompts", lambda config: config)
+    with measurement_programs.Programs() as programs:
+        assert ordered(programs, model) == 2 * len(every)
 
 
 # Ablations

@@ -25,25 +25,28 @@ LIKE_THE_STUDY = ds.SamplingParams(temperature=1.0, top_p=0.95)
 NEW = 64
 RUNS = (("ancestral", "block"), ("ancestral", "standard"), ("greedy", "match"))
 # Standard errors (of the sample here, drawn by prompts) that a length may be away from the study's: four in a direction
-# are one false alarm in 30,000; the rounding of bfloat16 on a GPU, where the study ran, is within them.
+# are one false alarm in 30,000.
 STANDARD_ERRORS = 4
 MOST_BYTES = 12_000_000
-# At 7 drafts the study found 2.57 with top-p 0.95 and 2.54 without, lower ends of the intervals 2.48 and 2.45: what is
-# below 2.4 would be another pair or another study.
-LEAST_LENGTH = 2.4
-LEAST_STEPS = 3000
+# At 7 drafts the study found 2.51 with top-p 0.95 and 2.42 without, lower ends of the intervals 2.45 and 2.36: what is
+# below 2.3 would be another pair or another study.
+LEAST_LENGTH = 2.3
+WIDEST_INTERVAL = 0.15
+LEAST_STEPS = 6000
 # Of 20. The samples of five seeds passed 75 times of 80: 14 or fewer of 20 happen once in 900. Shuffled ones passed 32
 # times of 80, that is 8 of 20 with a standard deviation of 2.2, and must stay below the bar of the samples.
 LEAST_SAMPLES_THAT_TOKENIZE = 15
 MOST_SHUFFLED_THAT_TOKENIZE = 14
 LEAST_LOSS_WITHOUT_CONTEXT = 0.65  # seen: 1.17 with a standard error of 0.126, and four of these less is 0.67
 # Differences of the study whose whole 95 % interval is above 0, at its longest block. Block and standard rule are
-# compared on the same drafts, further down: the texts of two runs differ, which moves the length by more than the rule.
+# also compared on the same drafts, further down: the texts of two runs differ, which moves the length, too.
 CLAIMS = (
+    "ancestral/block - ancestral/standard",
     "ancestral/block - greedy/match",
     "as trained - causal block",
     "as trained - Markov zeroed",
     "as trained - window 16",
+    "as trained - window 64",
 )
 
 
@@ -236,7 +239,7 @@ def test_length_and_size_of_the_study(study, top_p):
     (cell,) = cells(study, RUNS[0], top_p=top_p)
     low, high = cell["interval"]
     assert low > LEAST_LENGTH
-    assert high - low < 0.25
+    assert high - low < WIDEST_INTERVAL
     assert cell["num_spec_steps"] > LEAST_STEPS
 
 

@@ -1,4 +1,4 @@
-"""What commands share: cache folders and the printing of statistics."""
+"""What commands share: cache folders, the printing of prompts and statistics."""
 
 import os
 from pathlib import Path
@@ -18,6 +18,19 @@ def use_compilation_cache() -> None:
     if jax.config.jax_compilation_cache_dir is None:
         jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def token_ids(prompts: list[str | list[int]], tokenizer) -> list[list[int]]:
+    """Prompts as token ids; `tokenizer` may be None where none is text."""
+    return [tokenizer.encode(p) if isinstance(p, str) else p for p in prompts]
+
+
+def quoted(text: str, most: int = 12) -> str:
+    """A prompt as it is shown: each line behind "> ", the first ones of a long prompt left out."""
+    lines = text.split("\n")
+    left_out = len(lines) - most
+    above = [f"> ... {left_out} more line{'s' * (left_out > 1)} above ..."] if left_out > 0 else []
+    return "\n".join([*above, *(f"> {line}" for line in lines[-most:])])
 
 
 def describe(stats: AcceptanceStats) -> str:

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from dspark_jax._version import __version__
-from dspark_jax.commands._common import cache_folder, describe, use_compilation_cache
+from dspark_jax.commands._common import cache_folder, describe, quoted, use_compilation_cache
 from dspark_jax.generate_config import GenerateConfig
 
 BUNDLED = Path(__file__).parent.parent / "assets" / "tiny"
@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
     print("compiling, about 20 s the first time ...", flush=True)
     parts = []
     for i, (text, prompt) in enumerate(zip(_PROMPTS, prompts, strict=True)):
-        print(f"\n--- prompt {i + 1}\n{text}", end="", flush=True)
+        print(f"\n--- prompt {i + 1}\n{quoted(text)}\n--- the model goes on", flush=True)
         events = ds.stream(
             model, [prompt], config=speculative, params=params, seeds=[options.seed + i], tokenizer=tokenizer
         )

@@ -8,11 +8,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from dspark_jax.commands._common import use_compilation_cache
+import numpy as np
+from tqdm import tqdm
+
+from dspark_jax.commands._common import token_ids, use_compilation_cache
 from dspark_jax.generate_config import VERIFY_METHODS, GenerateConfig
 
 # The others are lossless, too, but no better: one-hot drafts have the same acceptance with every rule.
 _DEFAULT_RUNS = [("ancestral", "block"), ("ancestral", "standard"), ("greedy", "match")]
+
+FEWEST_PROMPTS = 10  # below, intervals over prompts are not worth much
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,7 +91,9 @@ def run(options: argparse.Namespace) -> int:
     if options.passes < 1 or options.batch_size < 1:
         raise ValueError("--passes and --batch-size must be at least 1")
     import dspark_jax as ds
-    from dspark_jax.measurement import continuation_entropy
+    from dspark_jax.entropy import continuation_entropy
+    from dspark_jax.measurement import batches, recording
+    from dspark_jax.measurement_programs import Programs
 
     use_compilation_cache()
     prompts = read_prompts(options.prompts, options.checkpoint)
@@ -98,22 +105,44 @@ def run(options: argparse.Namespace) -> int:
             f"--num-draft-tokens asks for {lengths[-1]}, the drafter's block size is {model.drafter.config.block_size}"
         )
     params = ds.SamplingParams(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
-    rows, entropy = [], None
-    print(HEAD)
-    for length, draft, verify in _progress([(k, d, v) for k in lengths for d, v in runs]):
-        config = GenerateConfig(
-            max_new_tokens=options.max_new_tokens,
-            num_draft_tokens=length,
-            draft=draft,
-            verify=verify,
-            stop_token_ids=None if options.respect_eos else (),
+    configs = [
+        recording(
+            GenerateConfig(
+                max_new_tokens=options.max_new_tokens,
+                num_draft_tokens=length,
+                draft=draft,
+                verify=verify,
+                stop_token_ids=None if options.respect_eos else (),
+            )
         )
-        row, passes = _row(model, prompts, params, config, options)
-        rows.append(row)
-        print(line(row), flush=True)
-        entropy = entropy or continuation_entropy(model, prompts, passes[0], params, batch_size=options.batch_size)
+        for length in lengths
+        for draft, verify in runs
+    ]
+    seeds = range(options.seed, options.seed + len(prompts))
+    _, arguments = next(batches(model, prompts, params, seeds=seeds, batch_size=options.batch_size))
+    rows, entropy = [], None
+    with Programs() as programs:
+        for config in configs:
+            programs.order(arguments, config)
+        print(
+            f"{len(prompts)} prompts, {options.passes} passes, {len(configs)} rows, {len(programs)} programs to compile"
+        )
+        print(HEAD, flush=True)
+        bar = tqdm(configs, unit="row", disable=None)  # None: silent unless stderr is a terminal
+        for config in bar:
+            row, passes = _row(model, prompts, params, config, options, programs)
+            rows.append(row)
+            bar.write(line(row))
+            sys.stdout.flush()
+            entropy = entropy or continuation_entropy(model, prompts, passes[0], params, batch_size=options.batch_size)
     print("±: half of the 95 % interval over prompts. E[...]: expected length of that rule over its coins, same drafts")
     print("Steps that the end of the budget shortens are left out.")
+    if (few := min(row["num_prompts"] for row in rows)) < FEWEST_PROMPTS:
+        print(
+            f"Only {few} prompt{'s' * (few > 1)}: steps of one prompt are alike, so "
+            + ("± cannot be told" if few == 1 else "± is a guess itself, mostly too small")
+            + f"; give {FEWEST_PROMPTS} prompts or more."
+        )
     if entropy is not None:
         sampled, unfiltered = entropy["sampled"]["mean"], entropy["unfiltered"]["mean"]
         print(f"target entropy {sampled:.3f} nats a token as sampled, {unfiltered:.3f} unfiltered at temperature 1")
@@ -134,41 +163,16 @@ def read_prompts(file: Path, checkpoint: Path) -> list[list[int]]:
     Raises:
       ValueError: a line that is neither {"prompt": text} nor {"tokens": [ids]}, or a file without prompts.
     """
+    from dspark_jax.prompts import read_prompt_lines
     from dspark_jax.text import Tokenizer
 
-    tokenizer = None
-    prompts = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            entry = json.loads(line)
-        except ValueError as error:
-            raise ValueError(
-                f'{file}:{number} is not valid JSON ({error}); every line is {{"prompt": text}} or {{"tokens": [ids]}}'
-            ) from error
-        if isinstance(entry, dict) and isinstance(entry.get("tokens"), list):
-            prompts.append(entry["tokens"])
-        elif isinstance(entry, dict) and isinstance(entry.get("prompt"), str):
-            tokenizer = tokenizer or Tokenizer.load(checkpoint)
-            prompts.append(tokenizer.encode(entry["prompt"]))
-        else:
-            raise ValueError(f'{file}:{number} must be {{"prompt": text}} or {{"tokens": [ids]}}')
-        if not prompts[-1]:
-            raise ValueError(f"{file}:{number} is an empty prompt; give it some text or remove the line")
-    if not prompts:
-        raise ValueError(f"{file} holds no prompt")
-    return prompts
+    prompts = read_prompt_lines(file)
+    return token_ids(prompts, Tokenizer.load(checkpoint) if any(isinstance(p, str) for p in prompts) else None)
 
 
-def _progress(items: list):
-    from tqdm import tqdm
-
-    # None: silent unless stderr is a terminal.
-    return tqdm(items, unit="run", disable=None)
-
-
-def _row(model, prompts, params, config: GenerateConfig, options: argparse.Namespace) -> tuple[dict[str, Any], list]:
+def _row(
+    model, prompts, params, config: GenerateConfig, options: argparse.Namespace, programs
+) -> tuple[dict[str, Any], list]:
     """All prompts, `passes` times with fresh seeds -> one row of the table, and the measurement of each pass."""
     from dspark_jax.measurement import calibration, measure
 
@@ -177,7 +181,9 @@ def _row(model, prompts, params, config: GenerateConfig, options: argparse.Names
     for i in range(options.passes):
         first = options.seed + i * len(prompts)
         seeds = range(first, first + len(prompts))
-        passes.append(measure(model, prompts, params, config=config, seeds=seeds, batch_size=options.batch_size))
+        passes.append(
+            measure(model, prompts, params, config=config, seeds=seeds, batch_size=options.batch_size, run=programs)
+        )
     lengths = [p.acceptance_length for p in passes]
     everything = passes[0].joined(passes[1:])
     row = {
@@ -185,6 +191,7 @@ def _row(model, prompts, params, config: GenerateConfig, options: argparse.Names
         "draft": config.draft,
         "verify": config.verify,
         **everything.summary(),
+        "num_prompts": len(np.unique(everything.prompt)),
         "passes": lengths,
         "spread": statistics.stdev(lengths) if len(lengths) > 1 else None,
         "seconds": time.perf_counter() - start,
@@ -195,8 +202,8 @@ def _row(model, prompts, params, config: GenerateConfig, options: argparse.Names
 
 
 HEAD = (
-    f"{'K':>2} {'draft':<10}{'verify':<10}{'length':>7} {'±':>6}"
-    f"{'E[std]':>8}{'E[block]':>9}{'steps':>7}  accepted by slot"
+    f"{'K':>2} {'draft':<10}{'verify':<10}{'length':>7} {'±':>6}{'steps':>7}{'prompts':>8}"
+    f"{'E[std]':>8}{'E[block]':>9}  accepted by slot"
 )
 
 
@@ -205,8 +212,9 @@ def line(row: dict[str, Any]) -> str:
     expected = row["expected_acceptance_length"]
     rates = " ".join(f"{rate:.2f}" for rate in row["acceptance_rate_per_position"])
     low, high = row["interval"]
-    drafts, steps = row["num_draft_tokens_per_step"], row["num_spec_steps"]
+    spread = f"{(high - low) / 2:.3f}" if row["num_prompts"] > 1 else "?"
     return (
-        f"{drafts:>2} {row['draft']:<10}{row['verify']:<10}{row['mean_acceptance_length']:>7.3f} "
-        f"{(high - low) / 2:>6.3f}{expected['standard']:>8.3f}{expected['block']:>9.3f}{steps:>7}  {rates}"
+        f"{row['num_draft_tokens_per_step']:>2} {row['draft']:<10}{row['verify']:<10}"
+        f"{row['mean_acceptance_length']:>7.3f} {spread:>6}{row['num_spec_steps']:>7}{row['num_prompts']:>8}"
+        f"{expected['standard']:>8.3f}{expected['block']:>9.3f}  {rates}"
     )

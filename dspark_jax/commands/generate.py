@@ -1,13 +1,12 @@
 """`python -m dspark_jax generate CKPT`: continue prompts, streaming."""
 
 import argparse
-import itertools
 import json
 import sys
 import time
 from pathlib import Path
 
-from dspark_jax.commands._common import describe, use_compilation_cache
+from dspark_jax.commands._common import describe, quoted, token_ids, use_compilation_cache
 from dspark_jax.generate_config import DRAFT_METHODS, VERIFY_METHODS, FinishReason, GenerateConfig
 
 
@@ -16,7 +15,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", type=Path, help="folder that `python -m convert.minimax` wrote")
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt; repeat for a batch")
-    prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="a text file that is the prompt")
+    prompt.add_argument(
+        "--prompt-file",
+        type=Path,
+        metavar="FILE",
+        help='a text file that is the prompt, or .jsonl: one {"prompt": text} or {"tokens": [ids]} a line, for a batch',
+    )
     prompt.add_argument(
         "--tokens", action="append", metavar="IDS", help="token ids, comma-separated; repeat for a batch"
     )
@@ -53,10 +57,14 @@ def run(options: argparse.Namespace) -> int:
     has_tokenizer = (options.checkpoint / "tokenizer.json").is_file()
     if layout.target is None:
         raise ValueError(f"{options.checkpoint} holds a drafter only; convert its target too and name that folder")
-    if not has_tokenizer and (options.tokens is None or options.stop):
+    given = _given(options)
+    if not has_tokenizer and (any(isinstance(p, str) for p in given) or options.stop):
         raise ValueError(f"{options.checkpoint} has no tokenizer.json; give --tokens instead of text, and no --stop")
     tokenizer = ds.Tokenizer.load(options.checkpoint) if has_tokenizer else None
-    prompts = _prompts(options, tokenizer)
+    prompts = token_ids(_chat(given, options, tokenizer), tokenizer)
+    for index, prompt in enumerate(prompts):
+        if not prompt:
+            raise ValueError(f"prompt {index} is empty; give it some text")
     config = GenerateConfig(
         max_new_tokens=options.max_new_tokens,
         num_draft_tokens=options.num_draft_tokens,
@@ -78,10 +86,11 @@ def run(options: argparse.Namespace) -> int:
         tokenizer=tokenizer,
         stop_strings=options.stop,
     )
-    return _report(events, options, tokenizer, len(prompts))
+    return _report(events, options, tokenizer, given)
 
 
-def _prompts(options: argparse.Namespace, tokenizer) -> list[list[int]]:
+def _given(options: argparse.Namespace) -> list:
+    """Prompts as the user wrote them: texts or token ids."""
     if options.tokens is not None:
         if options.chat:
             raise ValueError("--chat needs text; give --prompt or --prompt-file instead of --tokens")
@@ -89,34 +98,45 @@ def _prompts(options: argparse.Namespace, tokenizer) -> list[list[int]]:
             return [[int(t) for t in row.replace(",", " ").split()] for row in options.tokens]
         except ValueError as error:
             raise ValueError(f"--tokens must be integers separated by commas, found {options.tokens!r}") from error
-    texts = options.prompt or [options.prompt_file.read_text(encoding="utf-8")]
-    if options.chat:
-        texts = [tokenizer.chat([{"role": "user", "content": text}]) for text in texts]
-    prompts = [tokenizer.encode(text) for text in texts]
-    for index, prompt in enumerate(prompts):
-        if not prompt:
-            raise ValueError(f"prompt {index} is empty; give it some text")
+    if options.prompt is not None:
+        return options.prompt
+    if options.prompt_file.suffix != ".jsonl":
+        return [options.prompt_file.read_text(encoding="utf-8")]
+    from dspark_jax.prompts import read_prompt_lines
+
+    prompts = read_prompt_lines(options.prompt_file)
+    if options.chat and not all(isinstance(p, str) for p in prompts):
+        raise ValueError(f"--chat needs text, and {options.prompt_file} has lines of tokens; leave --chat out")
     return prompts
 
 
-def _report(events, options: argparse.Namespace, tokenizer, rows: int) -> int:
+def _chat(given: list, options: argparse.Namespace, tokenizer) -> list:
+    if not options.chat:
+        return given
+    return [tokenizer.chat([{"role": "user", "content": text}]) for text in given]
+
+
+def _report(events, options: argparse.Namespace, tokenizer, given: list) -> int:
+    rows = len(given)
     pieces, tokens = [""] * rows, [[] for _ in range(rows)]
     streaming = rows == 1 and not options.json
-    first = next(events)
-    start, count_at_start = time.perf_counter(), sum(map(len, first.tokens))
-    last = first
-    for event in itertools.chain([first], events):
-        last = event
+    # What is asked goes to stderr, so that stdout is what the model wrote and nothing else.
+    shown = [quoted(p if isinstance(p, str) else " ".join(map(str, p))) for p in given]
+    clock = _Clock()
+    event = None
+    for event in events:
+        if streaming and not clock.events:
+            print(f"{shown[0]}\n--- the model goes on", file=sys.stderr, flush=True)
+        clock.tick(sum(map(len, event.tokens)))
         for i, new in enumerate(event.tokens):
             tokens[i].extend(new)
             piece = event.text[i] if tokenizer is not None else "".join(f"{t} " for t in new)
             pieces[i] += piece
             if streaming:
                 print(piece, end="", flush=True)
-    seconds = time.perf_counter() - start
-    reasons = [FinishReason(r).name.lower() for r in last.finish_reason]
-    stats = last.generation.stats
-    count = sum(map(len, tokens))
+    assert event is not None and event.generation is not None  # the last one
+    reasons = [FinishReason(r).name.lower() for r in event.finish_reason]
+    stats = event.generation.stats
     if options.json:
         report = {
             "rows": [
@@ -125,19 +145,36 @@ def _report(events, options: argparse.Namespace, tokenizer, rows: int) -> int:
         }
         print(json.dumps(report | {"stats": stats.summary()}))
         return 0
-    if not streaming:
-        for i, piece in enumerate(pieces):
-            print(f"[{i}] {piece}")
+    if streaming:
+        print(flush=True)
     else:
-        print()
+        for i, (prompt, piece) in enumerate(zip(shown, pieces, strict=True)):
+            print(prompt, file=sys.stderr, flush=True)
+            print(f"[{i}] {piece}", flush=True)
     lines = describe(stats)
-    print(f"\n{count} tokens, finished by {', '.join(reasons)}", file=sys.stderr)
-    if count > count_at_start and seconds > 0:
-        # From the first token on; a first run on this machine still has the step's compilation in it.
-        print(
-            f"{(count - count_at_start) / seconds:.1f} tokens/s after the first token, compilation included",
-            file=sys.stderr,
-        )
+    print(f"\n{sum(map(len, tokens))} tokens, finished by {', '.join(reasons)}", file=sys.stderr)
+    print(clock.describe(), file=sys.stderr)
     if lines:
         print(lines, file=sys.stderr)
     return 0
+
+
+class _Clock:
+    """When tokens came. The prompt's program and the step's are compiled, or loaded, before the first two events."""
+
+    def __init__(self):
+        self.start = time.perf_counter()
+        self.events: list[tuple[float, int]] = []
+
+    def tick(self, count: int) -> None:
+        """`count` tokens came just now."""
+        self.events.append((time.perf_counter(), count))
+
+    def describe(self) -> str:
+        """The time until both programs had run, and the speed from there on."""
+        ready, (end, _) = self.events[:2][-1][0], self.events[-1]
+        before = f"{ready - self.start:.1f} s to compile or load the programs and to read the prompt"
+        count = sum(c for _, c in self.events[2:])
+        if not count:
+            return f"{before}; too short a text to measure the speed"
+        return f"{before}; then {count / (end - ready):.1f} tokens/s over {len(self.events) - 2} steps"

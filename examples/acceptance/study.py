@@ -10,14 +10,12 @@ makes a rough version on a CPU. `plots.py` draws the result.
 """
 
 import argparse
-import concurrent.futures
 import dataclasses
 import hashlib
 import json
 import os
 import shlex
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -29,15 +27,9 @@ import numpy as np
 import dspark_jax as ds
 from dspark_jax import ablations
 from dspark_jax.commands.evaluate import read_prompts
-from dspark_jax.measurement import (
-    Measurement,
-    batches,
-    calibration,
-    continuation_entropy,
-    interval,
-    measure,
-    recording,
-)
+from dspark_jax.entropy import continuation_entropy
+from dspark_jax.measurement import Measurement, batches, calibration, interval, measure, recording
+from dspark_jax.measurement_programs import Programs
 
 RUNS = (("ancestral", "block"), ("ancestral", "standard"), ("greedy", "match"))
 
@@ -108,26 +100,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     cells += [Cell(name, top, "ancestral", "block", options.top_p) for name in variants if name != "as trained"]
     if options.top_p != 1:  # the law without a filter is what confidence heads are trained on
         cells += [Cell("as trained", top, "ancestral", v, 1.0) for v in ("block", "standard")]
-    programs = compile_all(cells, variants, prompts, seeds, new_tokens, options)
-    found: dict[Cell, Measurement] = {}
-    print(f"{'variant':<16}{'K':>2} {'draft':<10}{'rule':<9}{'top-p':>6}{'length':>8}{'95 % interval':>17}{'steps':>8}")
-    for cell in cells:
-        found[cell] = measure(
-            variants[cell.variant],
-            prompts,
-            params_of(cell, options),
-            config=config_of(cell, new_tokens),
-            seeds=seeds,
-            batch_size=options.batch_size,
-            run=programs[program_key(cell)],
-        )
-        row = found[cell].summary()
-        low, high = row["interval"]
-        print(
-            f"{cell.variant:<16}{cell.k:>2} {cell.draft:<10}{cell.verify:<9}{cell.top_p:>6}"
-            f"{row['mean_acceptance_length']:>8.3f}   [{low:.3f}, {high:.3f}]{row['num_spec_steps']:>8}",
-            flush=True,
-        )
+    with Programs(options.workers) as programs:
+        found = measure_all(cells, variants, prompts, seeds, new_tokens, options, programs)
     entropies = {}
     for top_p in sorted({options.top_p, 1.0}):
         cell = Cell("as trained", top, "ancestral", "block", top_p)
@@ -156,7 +130,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             "prompts_sha256": hashlib.sha256(options.prompts.read_bytes()).hexdigest(),
             "block_size": top,
             "window": model.drafter.config.window,
-            "programs": len(programs),
             "bootstrap": "2000 resamples of prompts, 95 % percentile intervals",
         },
         "target_entropy_nats": entropies,
@@ -210,41 +183,32 @@ def params_of(cell: Cell, options: argparse.Namespace) -> ds.SamplingParams:
     return ds.SamplingParams(temperature=options.temperature, top_p=cell.top_p)
 
 
-def program_key(cell: Cell) -> tuple:
-    # Another law, or another Markov table, is another argument of the same program.
-    variant = "as trained" if cell.variant == "Markov zeroed" else cell.variant
-    return variant, cell.k, cell.draft, cell.verify
-
-
-def compile_all(cells, variants, prompts, seeds, new_tokens, options) -> dict[tuple, Any]:
-    """Every program once, several at a time."""
-    first = {program_key(cell): cell for cell in reversed(cells)}
-    print(f"{len(cells)} settings, {len(first)} programs to compile", flush=True)
-
-    tracing = threading.Lock()
-
-    def make(cell: Cell):
-        _, arguments = next(
-            batches(
-                variants[cell.variant],
-                prompts,
-                params_of(cell, options),
-                seeds=seeds,
-                batch_size=options.batch_size,
-            )
-        )
-        with tracing:  # Python's part runs one at a time anyway; XLA's does not
-            lowered = jax.jit(ds.generate, static_argnames="config").lower(
-                *arguments, config=config_of(cell, new_tokens)
-            )
-        compiled = lowered.compile()
-        return lambda *arguments, config: compiled(*arguments)
-
+def measure_all(cells, variants, prompts, seeds, new_tokens, options, programs) -> dict[Cell, Measurement]:
+    """Every cell, printed as it is done. All programs are ordered before the first one runs."""
     start = time.perf_counter()
-    with concurrent.futures.ThreadPoolExecutor(options.workers) as pool:
-        programs = dict(zip(first, pool.map(make, first.values()), strict=True))
-    print(f"compiled in {time.perf_counter() - start:.0f} s", flush=True)
-    return programs
+    size = options.batch_size
+    for cell in cells:
+        params = params_of(cell, options)
+        _, arguments = next(batches(variants[cell.variant], prompts, params, seeds=seeds, batch_size=size))
+        programs.order(arguments, config_of(cell, new_tokens))
+    print(f"{len(cells)} settings, {len(programs)} programs to compile", flush=True)
+    print(f"{'variant':<16}{'K':>2} {'draft':<10}{'rule':<9}{'top-p':>6}{'length':>8}{'95 % interval':>17}{'steps':>8}")
+    found: dict[Cell, Measurement] = {}
+    for cell in cells:
+        params, config = params_of(cell, options), config_of(cell, new_tokens)
+        found[cell] = measure(
+            variants[cell.variant], prompts, params, config=config, seeds=seeds, batch_size=size, run=programs
+        )
+        row = found[cell].summary()
+        low, high = row["interval"]
+        left = (time.perf_counter() - start) / len(found) * (len(cells) - len(found))
+        print(
+            f"{cell.variant:<16}{cell.k:>2} {cell.draft:<10}{cell.verify:<9}{cell.top_p:>6}"
+            f"{row['mean_acceptance_length']:>8.3f}   [{low:.3f}, {high:.3f}]{row['num_spec_steps']:>8}"
+            f"   about {left / 60:.0f} min left",
+            flush=True,
+        )
+    return found
 
 
 def differences(
