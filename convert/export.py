@@ -1,6 +1,6 @@
 """Write a converted checkpoint back into the published layout: the inverse of `python -m convert.minimax`.
 
-CKPT is a folder that `convert.minimax` or `dspark_jax.checkpoint.save` wrote. DST becomes a folder with safetensors
+CKPT is a folder that `convert.minimax` or `dspark_jax.save` wrote. DST becomes a folder with safetensors
 shards, their index, the configurations and the tokenizer, and with the drafter in DST/dspark (a drafter alone in DST).
 Codes and scales are written as they are stored: a native conversion comes back byte for byte. Tensors that a text model
 does not use (vision, multi-token prediction, scales of activations) are not in CKPT and do not come back. Until it is

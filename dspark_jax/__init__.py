@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from dspark_jax._version import __version__
 
 if TYPE_CHECKING:
-    from dspark_jax.checkpoint import CheckpointError, Layout, Model, load, load_drafter, save
+    from dspark_jax.checkpoint import CheckpointError, Layout, Model, load, load_drafter
     from dspark_jax.config import ConfigError, DrafterConfig, TargetConfig
     from dspark_jax.drafter import DSparkDrafter
     from dspark_jax.generate_config import FinishReason, GenerateConfig
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from dspark_jax.kernels import Kernels
     from dspark_jax.prompts import pad_prompts
     from dspark_jax.sampling import SamplingParams, request_keys
+    from dspark_jax.saving import save
     from dspark_jax.sharding import ShardingRules
     from dspark_jax.stats import AcceptanceStats
     from dspark_jax.streaming import StreamEvent, generate_text, stream
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 _PUBLIC = {
     name: module
     for module, names in {
-        "checkpoint": "CheckpointError Layout Model load load_drafter save",
+        "checkpoint": "CheckpointError Layout Model load load_drafter",
         "config": "ConfigError DrafterConfig TargetConfig",
         "drafter": "DSparkDrafter",
         "generation": "generate prefill step target_logits",
@@ -50,6 +51,7 @@ _PUBLIC = {
         "kernels": "Kernels",
         "prompts": "pad_prompts",
         "sampling": "SamplingParams request_keys",
+        "saving": "save",
         "sharding": "ShardingRules",
         "stats": "AcceptanceStats",
         "streaming": "StreamEvent generate_text stream",

@@ -86,10 +86,12 @@ def _prefill(
     plan: Plan,
 ) -> GenerationState:
     target = model.target
-    _check_inputs(tokens, lengths, keys, target.config.max_context)
+    _check_inputs(tokens, lengths, keys, params, target.config.max_context)
     batch, width = tokens.shape
     lengths = jnp.clip(lengths.astype(jnp.int32), 0, width)
-    cache = target.make_cache(batch, width + config.max_new_tokens + plan.num_drafts + 1)
+    # No row grows past the context, whatever its budget is.
+    capacity = min(width + config.max_new_tokens + plan.num_drafts + 1, target.config.max_context)
+    cache = target.make_cache(batch, capacity)
     drafter = model.drafter if plan.num_drafts else None
     draft_cache = None if drafter is None else drafter.make_cache(batch, cache.slots)
     chunk = min(config.prefill_chunk, width)
@@ -149,7 +151,9 @@ def _no_steps(batch: int, config: GenerateConfig, plan: Plan, drafter: DSparkDra
     )
 
 
-def _check_inputs(tokens: Array, lengths: Array, keys: Array, max_context: int) -> None:
+def _check_inputs(tokens: Array, lengths: Array, keys: Array, params: SamplingParams, max_context: int) -> None:
+    if not isinstance(params, SamplingParams):
+        raise ValueError(f"params must be SamplingParams, found {type(params).__name__}; see dspark_jax.SamplingParams")
     if not all(hasattr(array, "dtype") for array in (tokens, lengths, keys)):
         raise ValueError("tokens, lengths and keys must be arrays: make them with pad_prompts and request_keys")
     if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
@@ -302,8 +306,10 @@ def target_logits(model: Model, tokens: Int[Array, "B T"]) -> Float[Array, "B T 
     """Teacher-forced target logits, float32 [B, T, V]: row t scores the token behind tokens[:, :t + 1].
 
     Raises:
-      ValueError: tokens is wider than the target's context.
+      ValueError: tokens are not integers [B, T], or wider than the target's context.
     """
+    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise ValueError(f"tokens must be integers [B, T], found {tokens.dtype} {tokens.shape}; see pad_prompts")
     batch, width = tokens.shape
     if not 0 < width <= model.target.config.max_context:
         raise ValueError(f"tokens is {width} wide, the target's context is {model.target.config.max_context}")

@@ -42,6 +42,10 @@ class Plan:
         Raises:
           ValueError: it cannot.
         """
+        if not isinstance(model, Model):
+            raise ValueError(f"model must be what dspark_jax.load returned, found {type(model).__name__}")
+        if not isinstance(config, GenerateConfig):
+            raise ValueError(f"config must be a GenerateConfig, found {type(config).__name__}")
         target = model.target.config
         stop = target.eos_token_ids if config.stop_token_ids is None else config.stop_token_ids
         beyond = [i for i in stop if i >= target.vocab_size]

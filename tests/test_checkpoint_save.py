@@ -16,8 +16,9 @@ from convert.conversion import Options, convert
 from convert.export import Options as ExportOptions
 from convert.export import export
 from convert.safetensors_reader import Checkpoint
-from dspark_jax import checkpoint
-from dspark_jax.checkpoint import CheckpointError, save
+from dspark_jax import saving
+from dspark_jax.checkpoint import CheckpointError
+from dspark_jax.saving import save
 
 DATA = Path(__file__).parent / "data"
 
@@ -116,7 +117,7 @@ def test_saving_that_is_refused_leaves_nothing(model, converted, tmp_path, monke
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint.ocp, "save", full)
+    monkeypatch.setattr(saving.ocp, "save", full)
     with pytest.raises(OSError, match="No space"):
         save(model, tmp_path / "out", like=converted)
     assert {p.name for p in tmp_path.iterdir()} == {"full", "other"}

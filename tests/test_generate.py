@@ -456,9 +456,30 @@ def test_keys_and_lengths_of_the_wrong_kind(toy, unchecked):
         ((tokens, lengths, keys[:2], params), "must share their first axis; make keys with request_keys"),
         ((tokens, lengths[:2], keys, params), "must share their first axis"),
         ((tokens, lengths, jax.random.key_data(keys)[:, 0], params), "keys must be typed keys, found dtype uint32"),
+        ((tokens, lengths, keys, {}), "params must be SamplingParams, found dict"),
     ):
         with pytest.raises(ValueError, match=message):
             jax.eval_shape(lambda *a: ds.generate(toy, *a, config=PLAIN), *arguments)
+
+
+def test_arguments_that_are_something_else_altogether(toy, unchecked):
+    tokens, lengths = padded(PROMPTS)
+    rest = (tokens, lengths, ds.request_keys((0, 1, 2)), ds.SamplingParams())
+    with pytest.raises(ValueError, match=r"model must be what dspark_jax\.load returned, found str"):
+        ds.generate("ckpt/", *rest, config=PLAIN)
+    with pytest.raises(ValueError, match="config must be a GenerateConfig, found NoneType"):
+        ds.generate(toy, *rest, config=None)
+    with pytest.raises(ValueError, match=r"tokens must be integers \[B, T\], found int32 \(3,\)"):
+        ds.target_logits(toy, jnp.zeros((3,), jnp.int32))
+
+
+def test_a_budget_beyond_the_context_takes_no_memory_for_it(toy):
+    config = dataclasses.replace(PLAIN, max_new_tokens=10_000)
+    tokens, lengths = padded(PROMPTS)
+    state = jax.eval_shape(
+        lambda *a: ds.prefill(toy, *a, config=config), tokens, lengths, ds.request_keys((0, 1, 2)), ds.SamplingParams()
+    )
+    assert state.cache.slots == 128
 
 
 def test_the_effective_mode_is_logged(toy, caplog):
