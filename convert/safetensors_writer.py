@@ -1,9 +1,10 @@
 """Writing a safetensors checkpoint: shards of a bounded size and their index, one tensor in memory at a time."""
 
+import itertools
 import json
 import os
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,9 @@ def write_shards(folder: Path, tensors: Sequence[Tensor], values: Iterable[np.nd
       tensors: what, in the order in which the values come.
       values: the values; each is taken when it is written and not kept.
       shard_bytes: largest size of a shard's tensors together; a bigger tensor gets a shard of its own.
+
+    Raises:
+      ValueError: values that are not as many as the tensors, or one of another dtype or shape than its tensor.
     """
     shards, given = split(tensors, shard_bytes), iter(values)
     weight_map: dict[str, str] = {}
@@ -42,6 +46,8 @@ def write_shards(folder: Path, tensors: Sequence[Tensor], values: Iterable[np.nd
         file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
         _write_shard(folder / file, shard, given)
         weight_map |= {tensor.name: file for tensor in shard}
+    if next(given, None) is not None:
+        raise ValueError(f"there are more values than the {len(tensors)} tensors")
     total = sum(tensor.nbytes for tensor in tensors)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     write_file(folder / INDEX_NAME, (json.dumps(index, indent=1) + "\n").encode())
@@ -49,7 +55,7 @@ def write_shards(folder: Path, tensors: Sequence[Tensor], values: Iterable[np.nd
     return len(shards)
 
 
-def _write_shard(path: Path, shard: Sequence[Tensor], values: Iterable[np.ndarray]) -> None:
+def _write_shard(path: Path, shard: Sequence[Tensor], values: Iterator[np.ndarray]) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     begins, at = {}, 0
     # Wide types first: every tensor is then aligned, which some readers need.
@@ -62,7 +68,7 @@ def _write_shard(path: Path, shard: Sequence[Tensor], values: Iterable[np.ndarra
     raw += b" " * (-len(raw) % 8)
     with open(path, "wb") as f:
         f.write(struct.pack("<Q", len(raw)) + raw)
-        for tensor, value in zip(shard, values, strict=False):
+        for tensor, value in zip(shard, itertools.islice(values, len(shard)), strict=True):
             if value.shape != tensor.shape or value.dtype != DTYPES[tensor.dtype]:
                 raise ValueError(
                     f"{tensor.name} is {value.dtype} {value.shape}, expected {tensor.dtype} {tensor.shape}"

@@ -22,9 +22,10 @@ LOOPS = "xla"
 Work = Literal["selection", "sparse", "dense"]
 Form = str | None  # of `pallas_kernels`, which choose for themselves where it is None, or `LOOPS`
 
-# A chunk's forms on a GPU, fastest first, as tests/benchmarks/prefill.py measures them: the first that can serve a call
-# takes it. `LOOPS` comes last, as it serves all. cuDNN is none of them: its causal mask counts from the first query and
-# key, so it serves chunks at position 0, and where a chunk stands is known only when the program runs.
+# A chunk's forms on a GPU, fastest first, as tests/benchmarks/prefill.py measures them; until it has, the loops alone.
+# The first that can serve a call takes it. `LOOPS` comes last, as it serves all. cuDNN is none of them: its causal mask
+# counts from the first query and key, so it serves chunks at position 0, and where a chunk stands is known only when
+# the program runs.
 CHUNK_FORMS: Mapping[Work, tuple[str, ...]] = {"selection": (LOOPS,), "sparse": (LOOPS,), "dense": (LOOPS,)}
 
 

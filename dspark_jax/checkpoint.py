@@ -128,6 +128,7 @@ def _check_entry(file: Path, name: str, entry: Any) -> None:
     shape, parts = entry.get("shape"), entry.get("parts", 1)
     good = entry.get("format") in ("bf16", "f32", "mxfp8", "nvfp4") and type(parts) is int and parts >= 1
     good = good and isinstance(shape, list) and all(type(n) is int and n > 0 for n in shape)
+    good = good and parts <= (shape or [1])[0]
     if not good or (entry["format"] == "nvfp4" and entry.get("global_scale") not in ("multiply", "divide")):
         raise CheckpointError(f"{file}: the entry of {name} is damaged; convert the checkpoint again")
 
@@ -156,7 +157,7 @@ def load(
     """Load a converted checkpoint: the target and, if there is one, its drafter.
 
     Args:
-      path: a folder that `python -m convert.minimax` wrote.
+      path: a folder that `python -m convert.minimax` or `save` wrote.
       weights: "native" keeps every weight in the format it is stored in; "bf16" dequantises on the way in.
       compute_dtype: dtype of activations and caches; float32 for comparisons, bfloat16 otherwise.
       mesh: devices to spread the arrays over; the default device without one.

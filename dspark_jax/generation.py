@@ -135,13 +135,14 @@ def _prefill(
         cache=cache,
         draft_cache=draft_cache,
         stats=AcceptanceStats.zeros(batch, plan.num_drafts),
-        steps=_no_steps(batch, config, plan, drafter) if config.record_steps else None,
+        steps=no_steps(batch, config, plan, drafter) if config.record_steps else None,
     )
     state, _ = _emit(state, first, (lengths > 0).astype(jnp.int32), logits, plan.stop_ids)
     return _end_at_context(state, target.config.max_context)
 
 
-def _no_steps(batch: int, config: GenerateConfig, plan: Plan, drafter: DSparkDrafter | None) -> StepRecord:
+def no_steps(batch: int, config: GenerateConfig, plan: Plan, drafter: DSparkDrafter | None) -> StepRecord:
+    """The record of a state that has made no step; `drafter` is None without drafts."""
     return StepRecord.empty(
         batch,
         config.max_new_tokens,

@@ -19,8 +19,8 @@ class Kernels:
       attention: attention and block selection, of a step and of a chunk of a prompt alike. "mosaic" has no block-sparse
         form and serves dense layers and drafters alone. "xla" in the target: loops over the whole cache. None in the
         target: by device and shape, in `dspark_jax.attention_forms`. A step on a GPU goes through the best kernel; a
-        chunk, of more than 16 tokens a row, through the fastest form measured, which so far means the loops; without a
-        GPU both take the loops.
+        chunk, of more than 16 tokens a row, through the loops as long as no other form has been measured to be faster;
+        without a GPU both take the loops.
     """
 
     linear: Implementation | None = None

@@ -18,10 +18,10 @@ from jaxtyping import Array, Int, Key
 
 from dspark_jax.checkpoint import Model
 from dspark_jax.generate_config import FinishReason, GenerateConfig
-from dspark_jax.generation import prefill, step
+from dspark_jax.generation import no_steps, prefill, step
 from dspark_jax.generation_state import Generation, GenerationState, StepRecord
 from dspark_jax.sampling import SamplingParams
-from dspark_jax.speculation import Plan, records_confidence
+from dspark_jax.speculation import Plan
 from dspark_jax.stats import AcceptanceStats
 
 
@@ -86,6 +86,8 @@ class Programs:
         leaves = jax.tree.leaves(arguments)
         like = jax.tree.structure(arguments), tuple((jnp.shape(a), jnp.result_type(a)) for a in leaves)
         shared = _of_the_prompts(config)
+        if (like, config, "steps") not in self._made:
+            Plan.of(arguments[0], config)  # raises here and not where it compiles
         if (like, shared) not in self._made:
             with self._tracing:
                 read = prefill.trace(*arguments, config=shared)
@@ -107,10 +109,11 @@ class Programs:
 
 
 def _of_the_prompts(config: GenerateConfig) -> GenerateConfig:
-    """`config` without what only the steps depend on: the longest blocks, no record."""
-    return dataclasses.replace(
-        config, num_draft_tokens=None, draft="ancestral", verify="block", record_steps=False, expected_acceptance=False
-    )
+    """`config` without what only the steps depend on: the longest blocks if there are any, no record."""
+    config = dataclasses.replace(config, record_steps=False, expected_acceptance=False)
+    if config.draft == "none":
+        return config
+    return dataclasses.replace(config, num_draft_tokens=None, draft="ancestral", verify="block")
 
 
 def _begin(model: Model, state: GenerationState, config: GenerateConfig) -> GenerationState:
@@ -121,13 +124,10 @@ def _begin(model: Model, state: GenerationState, config: GenerateConfig) -> Gene
 
 @functools.partial(jax.jit, static_argnames=("config", "batch"))
 def _no_steps(model: Model, config: GenerateConfig, batch: int) -> tuple[AcceptanceStats, StepRecord | None]:
-    drafts = Plan.of(model, config).num_drafts
-    stats = AcceptanceStats.zeros(batch, drafts)
-    if not config.record_steps:
-        return stats, None
-    confidence = records_confidence(model.drafter, config)
-    expected = config.expected_acceptance
-    return stats, StepRecord.empty(batch, config.max_new_tokens, drafts, confidence=confidence, expected=expected)
+    plan = Plan.of(model, config)
+    drafter = model.drafter if plan.num_drafts else None
+    stats = AcceptanceStats.zeros(batch, plan.num_drafts)
+    return stats, no_steps(batch, config, plan, drafter) if config.record_steps else None
 
 
 # The caches go in and out, so that they are changed where they lie.

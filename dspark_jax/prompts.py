@@ -62,7 +62,8 @@ def read_prompt_lines(file: Path) -> list[str | list[int]]:
       ValueError: a line that is neither, or a file without prompts.
     """
     prompts: list[str | list[int]] = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+    # Not splitlines: JSON may hold a line separator of Unicode as it is.
+    for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), 1):
         if not line.strip():
             continue
         try:

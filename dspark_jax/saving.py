@@ -33,10 +33,12 @@ def save(model: Model | DSparkDrafter, path: str | Path, *, like: str | Path) ->
     Args:
       model: what `load` or `load_drafter` returned, with any values; weights keep the format they are in.
       path: folder to make; must not exist or be empty.
-      like: the converted checkpoint that the model came from. Its configs and tokenizer are copied.
+      like: the converted checkpoint that the model came from. Its configs and tokenizer are copied, for a drafter
+        alone what lies in its dspark folder.
 
     Raises:
-      CheckpointError: `like` is no converted checkpoint or has other configs, or `path` is taken.
+      CheckpointError: `like` is no converted checkpoint or has other configs, `path` is taken or holds one of * ? [ ].
+      ConfigError: a config of `like` that the library cannot compute.
     """
     if not isinstance(model, Model | DSparkDrafter):
         raise CheckpointError(f"save takes what load or load_drafter returned, found {type(model).__name__}")
@@ -52,6 +54,8 @@ def save(model: Model | DSparkDrafter, path: str | Path, *, like: str | Path) ->
             arrays[name] = _stored_as(name, weight) | {"shape": list(weight.shape), "parts": 1}
             insert_path(tree, name, as_dict(weight))
     partial = path.with_name(path.name + ".partial")
+    if any(c in str(path) for c in "*?[]"):
+        raise CheckpointError(f"{path}: Orbax takes * ? [ ] in a path for a pattern; choose another folder")
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise CheckpointError(f"{path} is not empty; choose another folder, or delete it first")
     try:

@@ -100,6 +100,8 @@ def test_saving_that_is_refused_leaves_nothing(model, converted, tmp_path, monke
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").touch()
     refused(r"is not empty", path=tmp_path / "full")
+    for name in ("a[1]", "b*", "c?"):  # Orbax would write no data to the first and say nothing
+        refused(r"takes \* \? \[ \] in a path for a pattern", path=tmp_path / name)
     (tmp_path / "out.partial").mkdir()
     refused(r"is in the way")
     (tmp_path / "out.partial").rmdir()

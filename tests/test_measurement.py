@@ -232,6 +232,21 @@ def test_two_programs_give_what_generate_gives():
     assert not np.array_equal(*(o.tokens for o in outs)), "or one setting could be taken for the other"
 
 
+def test_programs_without_drafts():
+    model, config = cases.toy(1, with_drafter=False), dataclasses.replace(CONFIG, draft="none", record_steps=True)
+    expected = cases.run(*inputs(model, HOT), config=config)
+    found = measurement_programs.generate_in_parts(*inputs(model, HOT), config=config)
+    np.testing.assert_array_equal(found.tokens, expected.tokens)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+
+
+def test_what_a_model_cannot_serve_is_refused_when_it_is_ordered(monkeypatch):
+    monkeypatch.setattr(measurement_programs.Programs, "_compile", lambda self, trace: None)
+    model = cases.hot_model()
+    with measurement_programs.Programs() as programs, pytest.raises(ValueError, match="exceeds the drafter's block"):
+        programs.order(inputs(model, HOT), recorded(model.drafter.config.block_size + 1, "ancestral", "block"))
+
+
 def test_prompts_are_read_by_one_program(monkeypatch):
     monkeypatch.setattr(measurement_programs.Programs, "_compile", lambda self, trace: None)
     model = cases.hot_model()

@@ -1,12 +1,14 @@
 """Padding prompts to buckets."""
 
+import json
+
 import generation_cases as cases
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import dspark_jax as ds
-from dspark_jax.prompts import DEFAULT_BUCKETS, check_vocabulary
+from dspark_jax.prompts import DEFAULT_BUCKETS, check_vocabulary, read_prompt_lines
 
 
 def test_rows_are_right_padded_with_zeros():
@@ -42,6 +44,15 @@ def test_arrays_and_other_integers_are_prompts():
     with cases.unchecked():
         tokens, _ = ds.pad_prompts([np.asarray([1, 2], np.uint8), (3,), range(2)], (2,))
     assert np.asarray(tokens).tolist() == [[1, 2], [3, 0], [0, 1]]
+
+
+def test_a_line_of_a_file_ends_at_a_newline_alone(tmp_path):
+    """JSON may hold the line ends that only Unicode knows."""
+    file = tmp_path / "prompts.jsonl"
+    texts = ["a\u2028b", "c\x85d", "e\u2029"]
+    file.write_bytes("\r\n".join(json.dumps({"prompt": t}, ensure_ascii=False) for t in texts).encode() + b"\n\n")
+    assert read_prompt_lines(file) == texts
+    assert len(file.read_text(encoding="utf-8").splitlines()) > len(texts) + 1  # the mutant's lines
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from test_convert_golden import Oracle, bf16_bits
 
 from convert import export, names, published, safetensors_writer
 from convert.conversion import Options, convert
+from convert.formats import Format
 from convert.geometry import drafter_parameters, target_parameters
 from dspark_jax.checkpoint import Layout
 
@@ -258,6 +259,23 @@ def test_shards_are_bounded_aligned_and_readable(converted, tmp_path):
     assert run(tmp_path / "hf", tmp_path / "again", "--verify") == 0
 
 
+def test_values_are_as_many_as_tensors(tmp_path):
+    tensors = published.tensors("target/norm/weight", (4,), Format("f32"))
+    value = np.arange(4, dtype=np.float32)
+    for values in ([], [value, value]):
+        with pytest.raises(ValueError, match=r"shorter|more values than the 1 tensors"):
+            safetensors_writer.write_shards(tmp_path, tensors, values, shard_bytes=10**6)
+    assert safetensors_writer.write_shards(tmp_path, tensors, [value], shard_bytes=10**6) == 1
+
+
+def test_progress_ends_with_everything(converted, tmp_path, monkeypatch):
+    done = []
+    monkeypatch.setattr(export.Progress, "advance", lambda self, *, tensors, nbytes: done.append((tensors, nbytes)))
+    report = export.export(converted("m31-flash-tiny"), tmp_path / "hf", export.Options())
+    assert [sum(column) for column in zip(*done, strict=True)] == [report.tensors, report.nbytes]
+    assert report.tensors == len(golden_tensors(tmp_path / "hf")) + len(golden_tensors(tmp_path / "hf" / "dspark"))
+
+
 def test_stacks_in_parts_and_memory(tmp_path, capsys):
     config = minimax_config(layers=1, hidden=1024, experts=24, inner=1024, vocab=512)
     write_checkpoint(tmp_path / "source", config, list(minimax_tensors(config)))
@@ -310,6 +328,7 @@ def test_folders_that_cannot_be_exported(converted, tmp_path, capsys):
         ("target/norm/weight", lambda arrays, p: arrays[p].update(format="f32"), "pass --weights bf16"),
         ("target/norm/weight", lambda arrays, p: arrays[p].update(source="lm_head.weight"), "another parameter"),
         ("target/layers/2/moe/experts/up_proj/weight", lambda arrays, p: arrays[p].update(parts=2), "is missing"),
+        ("target/layers/2/moe/experts/up_proj/weight", lambda arrays, p: arrays[p].update(parts=99), "is damaged"),
         ("target/extra/weight", lambda arrays, p: arrays.update({p: arrays["target/norm/weight"]}), "call for no"),
     ],
 )
