@@ -11,6 +11,7 @@ import golden
 import jax
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 import dspark_jax as ds
 from dspark_jax.commands import _common, demo, evaluate, generate, main
@@ -49,6 +50,7 @@ def own_cache(tmp_path_factory):
         yield folder / "dspark_jax"
     for name, value in before.items():
         jax.config.update(name, value)
+    compilation_cache.reset_cache()  # JAX would go on writing to it: it asks for the setting once a process
 
 
 @pytest.fixture
