@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint.experimental.v1 as ocp
 from flax import nnx
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from dspark_jax import formats
 from dspark_jax.config import DrafterConfig, TargetConfig
@@ -202,11 +202,11 @@ def _compute_dtype(dtype) -> Any:
     raise ValueError(f"compute_dtype must be bfloat16 or float32, found {dtype!r}")
 
 
-def _kernels(kernels: Kernels | None, mesh: Mesh | None) -> Kernels:
+def _kernels(kernels: Kernels | None, mesh: Mesh | AbstractMesh | None) -> Kernels:
     """The default, or ValueError for what are no kernels or mesh, and for kernels on a mesh: XLA cannot split them."""
     if not isinstance(kernels, Kernels | None):
         raise ValueError(f"kernels must be a dspark_jax.Kernels, found {kernels!r}; name them as Kernels(linear=...)")
-    if not isinstance(mesh, Mesh | None):
+    if not isinstance(mesh, Mesh | AbstractMesh | None):
         raise ValueError(f"mesh must be a jax.sharding.Mesh, found {mesh!r}; make one with jax.make_mesh")
     if mesh is None or mesh.size == 1:
         return kernels or Kernels()

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from gpu_marks import MOSAIC, TRITON, needs_gpu, needs_triton
 from sparse_cases import SCORE_TOLERANCE, scores_differ
-from test_kernels_gpu import WIDE_MARGIN, wide, wide_formats
+from test_kernels_gpu import WIDE_MARGIN, wide
 
 import dspark_jax as ds
 from dspark_jax import attention, attention_forms
@@ -117,7 +117,7 @@ CHOICES = {
 
 def last_keys(dtype, kernels: ds.Kernels) -> np.ndarray:
     """Keys of the last layer after a prefill in chunks, which depend on all that came before."""
-    m = jax.jit(functools.partial(wide, wide_formats(), dtype, kernels))()
+    m = wide(dtype, kernels)
     width, lengths = max(PROMPTS), jnp.asarray(PROMPTS, jnp.int32)
     tokens = jax.random.randint(jax.random.key(1), (len(PROMPTS), width), 0, m.config.vocab_size, jnp.int32)
     config = ds.GenerateConfig(max_new_tokens=8, draft="none", prefill_chunk=24)
