@@ -24,10 +24,10 @@ from typing import Any
 
 import numpy as np
 
+from convert.command import carry_out, size_argument
 from convert.destination import check_destination, existing_parent, partial_folder, sync_folder, write_file
 from convert.errors import ConversionError
 from convert.formats import Format, array_sizes
-from convert.minimax import size_argument
 from convert.plan import RESERVED, RESERVED_PER_TENSOR, Weights
 from convert.progress import Progress, release_memory
 from convert.published import Tensor, tensors
@@ -331,25 +331,13 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line -> exit status."""
     args = parser().parse_args(argv)
-    if "jax" not in sys.modules:
-        # Nothing is computed on a device; do not take the memory of one.
-        os.environ.setdefault("JAX_PLATFORMS", "cpu")
     options = Options(weights=args.weights, shard_size=args.shard_size, max_memory=args.max_memory)
-    try:
+
+    def work() -> None:
         print(summary(export(args.checkpoint, args.destination, options)))
         print(f"done: {args.destination}")
-    except ConversionError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 1
-    except OSError as e:
-        print(
-            f"error: {e.filename or args.destination}: {e.strerror or e}; correct that and try again", file=sys.stderr
-        )
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
-        return 130
-    return 0
+
+    return carry_out(work, args.destination, interrupted="nothing was written")
 
 
 if __name__ == "__main__":

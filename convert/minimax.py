@@ -11,23 +11,13 @@ arrays/, one Orbax checkpoint. Until it is complete, everything lies in DST.part
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from convert.command import carry_out, size_argument
 from convert.conversion import Options, convert, make_plan, summary
-from convert.errors import ConversionError
 from convert.layout import describe_plan
-from convert.sizes import parse_bytes
-
-
-def size_argument(text: str) -> int:
-    """A size of the command line in bytes."""
-    try:
-        return parse_bytes(text)
-    except ValueError as e:
-        raise argparse.ArgumentTypeError(str(e)) from e
 
 
 def parser() -> argparse.ArgumentParser:
@@ -82,28 +72,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         max_memory=args.max_memory,
         ignore=tuple(args.ignore_config_key),
     )
-    if "jax" not in sys.modules:
-        # Nothing is computed on a device; do not take the memory of one.
-        os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    try:
+
+    def work() -> None:
         if args.dry_run:
             print(describe_plan(make_plan(args.source, options)))
         else:
-            report = convert(args.source, args.destination, options)
-            print(summary(report))
+            print(summary(convert(args.source, args.destination, options)))
             print(f"done: {args.destination}")
-    except ConversionError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 1
-    except OSError as e:
-        print(
-            f"error: {e.filename or args.destination}: {e.strerror or e}; correct that and try again", file=sys.stderr
-        )
-        return 1
-    except KeyboardInterrupt:
-        print(f"interrupted; go on with --resume, or delete {args.destination}.partial", file=sys.stderr)
-        return 130
-    return 0
+
+    partial = f"{args.destination}.partial"
+    return carry_out(work, args.destination, interrupted=f"go on with --resume, or delete {partial}")
 
 
 if __name__ == "__main__":
