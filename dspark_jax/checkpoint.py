@@ -170,7 +170,7 @@ def load(
       ValueError: `weights` is neither "native" nor "bf16", the compute dtype neither bfloat16 nor float32, `mesh` or
         `kernels` are none, or there are kernels other than XLA's on a mesh of several devices.
     """
-    compute_dtype, kernels = _compute_dtype(compute_dtype), _kernels(kernels, mesh)
+    compute_dtype, kernels = _compute_dtype(compute_dtype), _kernels(kernels, _mesh(mesh))
     layout = Layout.read(path)
     if layout.target is None:
         raise CheckpointError(
@@ -202,12 +202,16 @@ def _compute_dtype(dtype) -> Any:
     raise ValueError(f"compute_dtype must be bfloat16 or float32, found {dtype!r}")
 
 
+def _mesh(mesh: Mesh | None) -> Mesh | None:
+    if not isinstance(mesh, Mesh | None):
+        raise ValueError(f"mesh must be a jax.sharding.Mesh, found {mesh!r}; make one with jax.make_mesh")
+    return mesh
+
+
 def _kernels(kernels: Kernels | None, mesh: Mesh | AbstractMesh | None) -> Kernels:
-    """The default, or ValueError for what are no kernels or mesh, and for kernels on a mesh: XLA cannot split them."""
+    """The default, or ValueError for what are no kernels, and for kernels on a mesh: XLA cannot split them."""
     if not isinstance(kernels, Kernels | None):
         raise ValueError(f"kernels must be a dspark_jax.Kernels, found {kernels!r}; name them as Kernels(linear=...)")
-    if not isinstance(mesh, Mesh | AbstractMesh | None):
-        raise ValueError(f"mesh must be a jax.sharding.Mesh, found {mesh!r}; make one with jax.make_mesh")
     if mesh is None or mesh.size == 1:
         return kernels or Kernels()
     if kernels not in (None, Kernels.xla()):
@@ -225,7 +229,7 @@ def load_drafter(
     kernels: Kernels | None = None,
 ) -> DSparkDrafter:
     """Load the drafter of a converted checkpoint; arguments and errors as for `load`."""
-    compute_dtype, kernels = _compute_dtype(compute_dtype), _kernels(kernels, mesh)
+    compute_dtype, kernels = _compute_dtype(compute_dtype), _kernels(kernels, _mesh(mesh))
     layout = Layout.read(path)
     if layout.drafter is None:
         if any(name.startswith("drafter/") for name in layout.arrays):
