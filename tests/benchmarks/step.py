@@ -11,7 +11,8 @@ of a prefill. Times are sums of the CUPTI kernel durations of one call, median o
 of a part with the L2 cache flushed before it; "wall" is the time from call to call. The profiler cannot tell the
 kernels of a command buffer apart, so these are off unless `--graphs` is given, which leaves the kernel times out. A
 floor is bytes over the fastest stream that this process measured: weights (of the experts that were chosen), the keys
-and values that the selection or the window names, index keys, and logits.
+and values that the selection or the window names, index keys, and logits. The second floor is the larger of that and
+the time of the matrix products at `--peak`: what many rows are bound by.
 
 Whatever has been measured is printed, and with `--json` written, at once; `--time-limit` ends between two rows.
 """
@@ -138,6 +139,11 @@ class Programs:
         self.pool.shutdown()
 
 
+def lower_bound(part: Part, bandwidth: float, peak: float) -> float:
+    """Microseconds of a part's bytes or of its products, whichever is more."""
+    return max(part.nbytes / bandwidth / 1e6, part.operations / peak / 1e6)
+
+
 def time_part(part: Part, program: Future[Any], clock: Any) -> tuple[float, int]:
     """-> microseconds, number of kernels."""
     run, carry = program.result(), [part.carry]
@@ -201,6 +207,7 @@ def run_case(model: ds.Model, batch: int, context: int, clock: Any, bandwidth: f
     without = programs(ds.step, model, fresh(plain), config=plain)
     pieces = [] if GRAPHS else parts(model, fresh(config), config, context)
     floor = sum(part.times * part.nbytes for part in pieces) / bandwidth / 1e6
+    both = sum(part.times * lower_bound(part, bandwidth, options.peak) for part in pieces)
     if options.whole:
         pieces = []
     compiled = [programs(jax.jit(part.function, donate_argnums=0), part.carry, *part.args) for part in pieces]
@@ -211,10 +218,14 @@ def run_case(model: ds.Model, batch: int, context: int, clock: Any, bandwidth: f
     print(
         f"  {'whole step, 7 drafts':34}{found.us:10.1f} us in {found.kernels} kernels, wall {found.wall:.1f} us, "
         f"floor {floor:.1f} us, ratio {found.us / (floor or math.nan):.2f}, of wall "
-        f"{found.wall / (floor or math.nan):.2f}",
+        f"{found.wall / (floor or math.nan):.2f}; with products {both:.1f} us, ratio "
+        f"{found.us / (both or math.nan):.2f}",
         flush=True,
     )
-    table.add(**case, part="whole", us=found.us, kernels=found.kernels, wall=found.wall, floor=floor, names=found.names)
+    table.add(
+        **case, part="whole", us=found.us, kernels=found.kernels, wall=found.wall, floor=floor, both=both,
+        names=found.names,
+    )  # fmt: skip
     for name, (count, total) in sorted(found.names.items(), key=lambda item: -item[1][1])[:LONGEST]:
         print(f"    {count:4} x {name[:70]:70} {total:9.1f} us", flush=True)
     found = time_step(without, model, fresh(plain), clock, options.steps)
@@ -236,9 +247,10 @@ def time_parts(
     table: Table,
 ) -> None:
     spent: dict[bool, float] = {True: 0.0, False: 0.0}
+    peak = table.options.peak
     for part, program in zip(pieces, compiled, strict=True):
         table.check()
-        at_best = part.nbytes / bandwidth / 1e6
+        at_best, both = part.nbytes / bandwidth / 1e6, lower_bound(part, bandwidth, peak)
         try:
             time_us, count = time_part(part, program, clock)
         except Exception as problem:
@@ -248,18 +260,21 @@ def time_parts(
         spent[part.drafter] += part.times * time_us
         print(
             f"  {part.name:34}{time_us:10.1f} us x {part.times} in {count:4} kernels {part.nbytes / 1e6:9.1f} MB, "
-            f"floor {at_best:8.1f} us, ratio {time_us / at_best:6.2f}",
+            f"floor {at_best:8.1f} us, ratio {time_us / at_best:6.2f}; with products {both:8.1f} us, "
+            f"ratio {time_us / both:6.2f}",
             flush=True,
         )
-        table.add(**case, part=part.name, us=time_us, times=part.times, kernels=count, floor=at_best)
+        table.add(**case, part=part.name, us=time_us, times=part.times, kernels=count, floor=at_best, both=both)
     for name, drafter in (("drafter", True), ("target", False)):
-        floor = sum(part.times * part.nbytes for part in pieces if part.drafter == drafter) / bandwidth / 1e6
+        mine = [part for part in pieces if part.drafter == drafter]
+        floor = sum(part.times * part.nbytes for part in mine) / bandwidth / 1e6
+        both = sum(part.times * lower_bound(part, bandwidth, peak) for part in mine)
         print(
             f"  sum of the parts of the {name:10}{spent[drafter]:10.1f} us, floor {floor:8.1f} us, "
-            f"ratio {spent[drafter] / floor:5.2f}",
+            f"ratio {spent[drafter] / floor:5.2f}; with products {both:8.1f} us, ratio {spent[drafter] / both:5.2f}",
             flush=True,
         )
-        table.add(**case, part=f"sum of the {name}", us=spent[drafter], floor=floor)
+        table.add(**case, part=f"sum of the {name}", us=spent[drafter], floor=floor, both=both)
 
 
 def main() -> None:
@@ -273,6 +288,7 @@ def main() -> None:
     parser.add_argument("--top-p", type=float, default=0.95, help="1: no filter but the temperature")
     parser.add_argument("--whole", action="store_true", help="leave out the parts")
     parser.add_argument("--graphs", action="store_true", help="command buffers on, wall time alone")
+    parser.add_argument("--peak", type=float, default=989.0, help="TFLOP/s of the matrix units; default: H200, bf16")
     parser.add_argument("--time-limit", type=float, default=math.inf, help="seconds after which no row is begun")
     parser.add_argument("--json", help="where to write all figures")
     parser.add_argument("--tiny", action="store_true", help="small widths, for a CPU")

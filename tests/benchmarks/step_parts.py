@@ -1,6 +1,7 @@
-"""The parts of a draft-verify step as functions of their own, and the bytes that each has to move."""
+"""The parts of a draft-verify step as functions of their own, with the bytes that each has to move and its products."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,13 +12,15 @@ import numpy as np
 import dspark_jax as ds
 from dspark_jax import sampling
 from dspark_jax.attention import LayerCache
+from dspark_jax.formats import MXFP8Array, NVFP4Array
 from dspark_jax.speculation import Plan, draft_block, verify_block
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
     """A piece of the step: `function(carry, *args) -> carry, out` with the carry donated, how often a step runs it, the
-    bytes it has to move each time, and whether it belongs to the drafter."""
+    bytes it has to move and the floating-point operations of its matrix products each time, and whether it belongs to
+    the drafter."""
 
     name: str
     function: Callable[..., Any]
@@ -25,11 +28,18 @@ class Part:
     args: tuple[Any, ...]
     times: int
     nbytes: float
+    operations: float = 0.0
     drafter: bool = False
 
 
 def nbytes(*trees: Any) -> int:
     return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(trees))
+
+
+def elements(*trees: Any) -> int:
+    """Weights in the trees, whatever they are stored in."""
+    leaves = jax.tree.leaves(trees, is_leaf=lambda a: isinstance(a, MXFP8Array | NVFP4Array))
+    return sum(math.prod(a.shape) for a in leaves)
 
 
 def random_like(tree: Any, seed: int) -> Any:
@@ -126,37 +136,55 @@ def parts(model: ds.Model, state: Any, config: ds.GenerateConfig, context: int) 
     chain_bytes = drafts * nbytes(drafter.markov_head.w2) + 2 * nbytes(base)
     expert_bytes = nbytes(layer.moe.experts) * active / t.num_experts
     moe_bytes = expert_bytes + nbytes(layer.moe.shared_expert, layer.moe.router)
+    # Operations: two for each weight and row, and for each key and query of a head two products of D.
+    rows, drafted = batch * (drafts + 1), batch * drafts
+    block = (
+        drafted * 2 * (elements(drafter.layers, target.lm_head) + 2 * seen * d.num_heads * d.head_dim * d.num_layers)
+    )
+    chain = 2 * drafted * elements(drafter.markov_head.w2)
+    routed = elements(layer.moe.experts) * t.num_experts_per_token / t.num_experts
+    attended = 2 * selected * t.num_heads * t.head_dim
+    indexed = elements(layer.attention.indexer) + context * t.num_kv_heads * t.index_head_dim
     ends = (drafter, target.embed_tokens, target.lm_head)
     context_bytes = nbytes(drafter.fc, projections, features)
     return [
         Part(
             "drafter's step, one program", draft_whole, (), (drafter, target, slim, ring, keys, lengths), 0,
-            body_bytes + chain_bytes, True,
+            body_bytes + chain_bytes, block + chain, True,
         ),
         Part(
-            "draft: body and head", draft_body, (), (*ends, state.anchor, state.position, ring), 1, body_bytes, True
+            "draft: body and head", draft_body, (), (*ends, state.anchor, state.position, ring), 1, body_bytes, block,
+            True,
         ),
         Part(
             "draft: Markov chain and draws", draft_chain, (),
-            (drafter, base, hidden, state.anchor, keys, temperature), 1, chain_bytes, True,
+            (drafter, base, hidden, state.anchor, keys, temperature), 1, chain_bytes, chain, True,
         ),
         Part(
             "draft: context of the accepted", draft_context, jax.tree.map(jnp.copy, ring),
-            (drafter, features, positions), 1, context_bytes, True,
+            (drafter, features, positions), 1, context_bytes, 2 * rows * elements(drafter.fc, projections), True,
         ),
         Part(
-            f"experts ({active} of {t.num_experts} active)", moe, (), (layer, x, positions), len(moe_layers), moe_bytes
+            f"experts ({active} of {t.num_experts} active)", moe, (), (layer, x, positions), len(moe_layers), moe_bytes,
+            2 * rows * (routed + elements(layer.moe.shared_expert, layer.moe.router)),
         ),
         Part(
             "attention with its index", attention, one_cache, (layer, x, positions), t.num_layers,
             nbytes(layer.attention) + selected_bytes + index_bytes,
+            2 * rows * (elements(layer.attention) + attended + context * t.num_kv_heads * t.index_head_dim),
         ),
         Part(
             "  of which index", index, jnp.copy(index_of_one), (layer.attention.indexer, x, positions), 0,
-            nbytes(layer.attention.indexer) + index_bytes,
+            nbytes(layer.attention.indexer) + index_bytes, 2 * rows * indexed,
         ),
-        Part("dense feed-forward", dense, (), (dense_layer, x), len(dense_layers), nbytes(dense_layer.mlp)),
-        Part("head", head, (), (target, x), 1, nbytes(target.lm_head) + nbytes(logits)),
+        Part(
+            "dense feed-forward", dense, (), (dense_layer, x), len(dense_layers), nbytes(dense_layer.mlp),
+            2 * rows * elements(dense_layer.mlp),
+        ),
+        Part(
+            "head", head, (), (target, x), 1, nbytes(target.lm_head) + nbytes(logits),
+            2 * rows * elements(target.lm_head),
+        ),
         Part(
             "filters and verification", verification, (), (logits, jnp.argmax(base, axis=-1), log_q, keys, slim), 1,
             nbytes(logits) + nbytes(base),
