@@ -51,6 +51,10 @@ FORCED = 2.6
 LONGEST = 12  # kernels of the whole step that are listed by name
 
 
+def since_start() -> float:
+    return time.perf_counter() - START
+
+
 class WallClock:
     """Stands in for the profiler where there is no GPU."""
 
@@ -85,7 +89,7 @@ class Table:
                 json.dump(self.rows, file, indent=1)
 
     def check(self) -> None:
-        if time.perf_counter() - START > self.options.time_limit:
+        if since_start() > self.options.time_limit:
             raise OutOfTime
 
 
@@ -123,7 +127,7 @@ class Programs:
     """Compiles side by side. XLA runs kernels to choose among them, so nothing may be timed before `ready`."""
 
     def __init__(self) -> None:
-        self.pool, self.futures = ThreadPoolExecutor(8), []
+        self.pool, self.futures = ThreadPoolExecutor(max(4, (os.cpu_count() or 8) // 2)), []
 
     def __call__(self, function: Any, *args: Any, **static: Any) -> Future[Any]:
         try:
@@ -191,51 +195,59 @@ def time_step(program: Future[Any], model: ds.Model, state: Any, clock: Any, ste
     return Timed(kernels, 1e6 * float(np.median(times)), names)
 
 
-def run_case(model: ds.Model, batch: int, context: int, clock: Any, bandwidth: float, table: Table) -> None:
-    options, case = table.options, dict(batch=batch, context=context)
-    table.check()
-    print(f"batch {batch}, context {context}, at {time.perf_counter() - START:.0f} s", flush=True)
-    params = ds.SamplingParams(temperature=1.0, top_p=options.top_p)
-    make = functools.partial(ds.GenerateConfig, max_new_tokens=512, stop_token_ids=())
-    config, plain = make(benchmark_forced_acceptance=FORCED), make(draft="none")
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A batch size and context, with the programs of its whole steps and of their parts."""
 
-    def fresh(config: ds.GenerateConfig) -> Any:
-        return make_state(model, batch, context, config, params)
+    name: dict[str, int]
+    fresh: Callable[[ds.GenerateConfig], Any]
+    steps: tuple[tuple[ds.GenerateConfig, Future[Any]], ...]  # with drafts, without
+    pieces: list[Part]
+    compiled: list[Future[Any]]
 
-    programs = Programs()
-    whole = programs(ds.step, model, fresh(config), config=config)
-    without = programs(ds.step, model, fresh(plain), config=plain)
-    pieces = [] if GRAPHS else parts(model, fresh(config), config, context)
-    floor = sum(part.times * part.nbytes for part in pieces) / bandwidth / 1e6
-    both = sum(part.times * lower_bound(part, bandwidth, options.peak) for part in pieces)
-    if options.whole:
-        pieces = []
-    compiled = [programs(jax.jit(part.function, donate_argnums=0), part.carry, *part.args) for part in pieces]
-    programs.ready()
-    print(f"  compiled at {time.perf_counter() - START:.0f} s", flush=True)
+    @classmethod
+    def prepare(cls, model: ds.Model, batch: int, context: int, programs: Programs, options: argparse.Namespace):
+        params = ds.SamplingParams(temperature=1.0, top_p=options.top_p)
+        make = functools.partial(ds.GenerateConfig, max_new_tokens=512, stop_token_ids=())
+        config, plain = make(benchmark_forced_acceptance=FORCED), make(draft="none")
 
-    found = time_step(whole, model, fresh(config), clock, options.steps)
-    print(
-        f"  {'whole step, 7 drafts':34}{found.us:10.1f} us in {found.kernels} kernels, wall {found.wall:.1f} us, "
-        f"floor {floor:.1f} us, ratio {found.us / (floor or math.nan):.2f}, of wall "
-        f"{found.wall / (floor or math.nan):.2f}; with products {both:.1f} us, ratio "
-        f"{found.us / (both or math.nan):.2f}",
-        flush=True,
-    )
-    table.add(
-        **case, part="whole", us=found.us, kernels=found.kernels, wall=found.wall, floor=floor, both=both,
-        names=found.names,
-    )  # fmt: skip
-    for name, (count, total) in sorted(found.names.items(), key=lambda item: -item[1][1])[:LONGEST]:
-        print(f"    {count:4} x {name[:70]:70} {total:9.1f} us", flush=True)
-    found = time_step(without, model, fresh(plain), clock, options.steps)
-    print(
-        f"  {'whole step, no drafts':34}{found.us:10.1f} us in {found.kernels} kernels, wall {found.wall:.1f} us",
-        flush=True,
-    )
-    table.add(**case, part="plain", us=found.us, kernels=found.kernels, wall=found.wall)
-    if pieces:
-        time_parts(pieces, compiled, case, clock, bandwidth, table)
+        def fresh(config: ds.GenerateConfig) -> Any:
+            return make_state(model, batch, context, config, params)
+
+        steps = tuple((c, programs(ds.step, model, fresh(c), config=c)) for c in (config, plain))
+        pieces = [] if GRAPHS else parts(model, fresh(config), config, context)
+        timed = [] if options.whole else pieces
+        compiled = [programs(jax.jit(part.function, donate_argnums=0), part.carry, *part.args) for part in timed]
+        return cls(dict(batch=batch, context=context), fresh, steps, pieces, compiled)
+
+    def time(self, model: ds.Model, clock: Any, bandwidth: float, table: Table) -> None:
+        options = table.options
+        table.check()
+        print(f"{', '.join(f'{k} {v}' for k, v in self.name.items())}, at {since_start():.0f} s", flush=True)
+        floor = sum(part.times * part.nbytes for part in self.pieces) / bandwidth / 1e6 or math.nan
+        both = sum(part.times * lower_bound(part, bandwidth, options.peak) for part in self.pieces) or math.nan
+        (config, whole), (plain, without) = self.steps
+        found = time_step(whole, model, self.fresh(config), clock, options.steps)
+        print(
+            f"  {'whole step, 7 drafts':34}{found.us:10.1f} us in {found.kernels} kernels, wall {found.wall:.1f} us, "
+            f"floor {floor:.1f} us, ratio {found.us / floor:.2f}, of wall {found.wall / floor:.2f}; "
+            f"with products {both:.1f} us, ratio {found.us / both:.2f}",
+            flush=True,
+        )
+        table.add(
+            **self.name, part="whole", us=found.us, kernels=found.kernels, wall=found.wall, floor=floor, both=both,
+            names=found.names,
+        )  # fmt: skip
+        for name, (count, total) in sorted(found.names.items(), key=lambda item: -item[1][1])[:LONGEST]:
+            print(f"    {count:4} x {name[:70]:70} {total:9.1f} us", flush=True)
+        found = time_step(without, model, self.fresh(plain), clock, options.steps)
+        print(
+            f"  {'whole step, no drafts':34}{found.us:10.1f} us in {found.kernels} kernels, wall {found.wall:.1f} us",
+            flush=True,
+        )
+        table.add(**self.name, part="plain", us=found.us, kernels=found.kernels, wall=found.wall)
+        if self.compiled:
+            time_parts(self.pieces, self.compiled, self.name, clock, bandwidth, table)
 
 
 def time_parts(
@@ -307,16 +319,21 @@ def main() -> None:
     jax.block_until_ready(model)
     print(
         f"target {nbytes(model.target) / 1e9:.2f} GB, drafter {nbytes(model.drafter) / 1e9:.2f} GB, "
-        f"made after {time.perf_counter() - START:.0f} s",
+        f"made after {since_start():.0f} s",
         flush=True,
     )
     table = Table(options)
     try:
         for context in options.context:  # the short one first, at every batch
-            for batch in options.batch:
-                run_case(model, batch, context, clock, bandwidth, table)
+            table.check()
+            programs = Programs()
+            cases = [Case.prepare(model, batch, context, programs, options) for batch in options.batch]
+            programs.ready()
+            print(f"context {context}: compiled at {since_start():.0f} s", flush=True)
+            while cases:  # a case that has been timed gives its memory back
+                cases.pop(0).time(model, clock, bandwidth, table)
     except OutOfTime:
-        print(f"stopped after {time.perf_counter() - START:.0f} s, the time limit is {options.time_limit:.0f} s")
+        print(f"stopped after {since_start():.0f} s, the time limit is {options.time_limit:.0f} s")
 
 
 if __name__ == "__main__":
