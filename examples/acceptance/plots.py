@@ -3,11 +3,14 @@
     python examples/acceptance/plots.py study.json --out DIR
 
 Writes length.png (acceptance length by draft length and rule), positions.png (per-position rates), ablations.png (the
-drafter run in other ways than it was trained) and calibration.png (the confidence head). Error bars are 95 % intervals.
+drafter run in other ways than it was trained, and other drafters) and calibration.png (the confidence head). Error bars
+are 95 % intervals.
 """
 
 import argparse
+import itertools
 import json
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,8 @@ RUNS = {
     ("ancestral", "standard"): ("ancestral drafts, standard rule", "#E69F00", "s"),
     ("greedy", "match"): ("greedy drafts, match rule", "#009E73", "^"),
 }
-VARIANTS = ("#0072B2", "#D55E00", "#CC79A7", "#999999", "#56B4E9", "#F0E442")
+VARIANTS = ("#0072B2", "#D55E00", "#CC79A7", "#999999", "#56B4E9", "#F0E442", "#E69F00", "#009E73", "#000000")
+MARKERS = "osD^vPX*<"
 FIGURES: dict[str, Any] = {}
 
 
@@ -68,9 +72,10 @@ def errors(values: list[float], intervals: list[list[float]]) -> np.ndarray:
     return np.stack([np.asarray(values) - low, high - np.asarray(values)]).clip(0)
 
 
-def panels(count: int, study: dict[str, Any], title: str, **options: Any):
+def panels(count: int, study: dict[str, Any], title: str, width: float | None = None, **options: Any):
     """A figure with a row of plots, a title, and the conditions under it."""
-    picture, axes = plt.subplots(1, count, figsize=(7.2 if count == 1 else 10.5, 4.4), layout="constrained", **options)
+    width = width or (7.2 if count == 1 else 10.5)
+    picture, axes = plt.subplots(1, count, figsize=(width, 4.4), layout="constrained", **options)
     picture.suptitle(f"{title}\n", fontsize=12, fontweight="bold")
     picture.text(0.5, 0.925, conditions(study), ha="center", fontsize=8.5, color="#555555")
     for axis in np.atleast_1d(axes):
@@ -131,26 +136,35 @@ def positions(study: dict[str, Any]):
 
 @figure
 def ablations(study: dict[str, Any]):
-    """The drafter run in other ways than it was trained."""
-    picture, (left, right) = panels(
-        2, study, "What the drafter loses when it is run otherwise (ancestral drafts, block rule)"
-    )
+    """The drafter run in other ways than it was trained, and other drafters."""
     k = study["settings"]["block_size"]
     rows = cells(study, draft="ancestral", verify="block", k=k)
+    several = len(rows) > 6
+    picture, (left, right) = panels(
+        2,
+        study,
+        (
+            "The drafter run in other ways, and other drafters"
+            if several
+            else "What the drafter loses when it is run otherwise"
+        )
+        + " (ancestral drafts, block rule)",
+        width=8 + 0.55 * len(rows),
+        width_ratios=(max(len(rows), 5), 5),
+    )
     names = [r["variant"] for r in rows]
-    shown = ["as trained:\ntwo-sided block"] + [n.replace(" ", "\n", 1) for n in names[1:]]
+    shown = [textwrap.fill(n, 10, break_long_words=False) for n in names]
     values = [r["mean_acceptance_length"] for r in rows]
-    colors = VARIANTS[: len(rows)]
+    colors = list(itertools.islice(itertools.cycle(VARIANTS), len(rows)))
     spread = errors(values, [r["interval"] for r in rows])
     bars = left.bar(shown, values, yerr=spread, color=colors, capsize=4, width=0.65, error_kw={"ecolor": "#333333"})
     left.bar_label(bars, [f"{v:.2f}" for v in values], padding=3, fontsize=9)
     left.set_ylabel("acceptance length (tokens a verify step)")
     left.tick_params(axis="x", labelsize=8.5)
     left.margins(y=0.12)
-    for row, color, marker in zip(rows, colors, "osD^vP", strict=False):
-        label = "as trained" if row["variant"] == "as trained" else row["variant"]
+    for row, color, marker in zip(rows, colors, itertools.cycle(MARKERS), strict=False):
         rates = row["acceptance_rate_per_position"]
-        right.plot(range(1, k + 1), rates, color=color, marker=marker, ms=5, label=label)
+        right.plot(range(1, k + 1), rates, color=color, marker=marker, ms=5, label=row["variant"])
     right.set_xlabel("slot of the block")
     right.set_ylabel("steps that accept this slot and all before it")
     right.set_ylim(0, 1)
