@@ -22,11 +22,17 @@ LOOPS = "xla"
 Work = Literal["selection", "sparse", "dense"]
 Form = str | None  # of `pallas_kernels`, which choose for themselves where it is None, or `LOOPS`
 
-# A chunk's forms on a GPU, fastest first, as tests/benchmarks/prefill.py measures them; until it has, the loops alone.
-# The first that can serve a call takes it. `LOOPS` comes last, as it serves all. cuDNN is none of them: its causal mask
-# counts from the first query and key, so it serves chunks at position 0, and where a chunk stands is known only when
-# the program runs.
-CHUNK_FORMS: Mapping[Work, tuple[str, ...]] = {"selection": (LOOPS,), "sparse": (LOOPS,), "dense": (LOOPS,)}
+# A chunk's forms on a GPU, fastest first, as tests/benchmarks/prefill.py measures them: chunks of 512 tokens of the
+# released geometry, on an H200. Behind 2,048 / 8,192 / 32,768 tokens they take, in microseconds, dense: Mosaic 62 / 216
+# / 805, Triton 89 / 325 / 1,231, loops 411 / 1,572 / 6,199; sparse: Triton 96 / 136 to 260 / 155 to 338, loops as
+# before; scores and selection of blocks: Triton 37 / 45 / 77, loops 48 / 122 / 430. The first form that can serve a
+# call takes it. `LOOPS` comes last, as it serves all. cuDNN is none of them: its causal mask counts from the first
+# query and key, so a chunk behind others takes two calls and a merge, 82 / 268 / 978.
+CHUNK_FORMS: Mapping[Work, tuple[str, ...]] = {
+    "selection": ("triton", LOOPS),
+    "sparse": ("triton", LOOPS),
+    "dense": ("mosaic", "triton", LOOPS),
+}
 
 
 def choose(kernels: Kernels, work: Work, tokens: int, *arrays: Array) -> tuple[Form, ...]:

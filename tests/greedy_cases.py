@@ -70,7 +70,7 @@ class Run:
 
     def differences(self, name: str) -> list[Difference]:
         """Greedy tokens that are not the golden ones."""
-        e, found, flips = golden.expected(name), [], _flips(self.choices, float32(name).choices)
+        e, found, flips = golden.expected(name), [], count_flips(self.choices, float32(name).choices)
         for i in PROMPTS:
             ids, gaps, first = e[f"p{i}_greedy_ids"], e[f"p{i}_greedy_gap"], len(golden.prompt(name, i)) - 1
             tokens = self.logits[i, first : first + NEW_TOKENS].argmax(-1)
@@ -81,9 +81,9 @@ class Run:
         return found
 
 
-def _flips(ours: tuple[Choices, ...], theirs: tuple[Choices, ...]) -> np.ndarray:
+def count_flips(ours: tuple[Choices, ...], theirs: tuple[Choices, ...]) -> np.ndarray:
     """How many layers choose other sets, [B, T]."""
-    count = np.zeros(inputs_shape(ours), int)
+    count = np.zeros(jax.tree.leaves(ours)[0].shape[:2], int)
     for mine, right in zip(ours, theirs, strict=True):
         differ = np.zeros(count.shape, bool)
         for a, b in zip(mine, right, strict=True):
@@ -94,15 +94,15 @@ def _flips(ours: tuple[Choices, ...], theirs: tuple[Choices, ...]) -> np.ndarray
     return count
 
 
-def inputs_shape(choices: tuple[Choices, ...]) -> tuple[int, ...]:
-    return jax.tree.leaves(choices)[0].shape[:2]
-
-
 @functools.cache
 def float32(name: str) -> Run:
     """The model in float32."""
     tokens, positions = inputs(name)
     m = golden.model(name)
+    return in_one_piece(m, tokens, positions)
+
+
+def in_one_piece(m: ds.MiniMaxTarget, tokens: jax.Array, positions: jax.Array) -> Run:
     out = golden.forward(m, tokens, positions, m.make_cache(*tokens.shape))
     return Run(np.asarray(out.logits), tuple((record.blocks, record.experts) for record in out.records))
 
@@ -114,8 +114,8 @@ def _forward(m: ds.MiniMaxTarget, tokens, positions, cache, given: tuple[Choices
     experts = iter([chosen for _, chosen in given if chosen is not None])
     own_selection, own_routing = Indexer.__call__, Router.__call__
 
-    def select(self: Indexer, x, positions, index_keys):
-        own, index_keys = own_selection(self, x, positions, index_keys)
+    def select(self: Indexer, *inputs):
+        own, index_keys = own_selection(self, *inputs)
         return jnp.where(pin, next(blocks), own), index_keys
 
     def route(self: Router, x):
@@ -131,18 +131,45 @@ def _forward(m: ds.MiniMaxTarget, tokens, positions, cache, given: tuple[Choices
         return m(tokens, positions, cache)
 
 
+@dataclasses.dataclass(frozen=True)
+class Feed:
+    """Tokens that a model takes `STEP` at a time, with the choices that it is given if asked to."""
+
+    tokens: jax.Array
+    positions: jax.Array
+    slots: int  # of the cache
+    given: Run
+
+    def rows(self, count: int) -> "Feed":
+        """The first rows."""
+        given = jax.tree.map(lambda a: a[:count], self.given.choices)
+        return Feed(self.tokens[:count], self.positions[:count], self.slots, Run(self.given.logits[:count], given))
+
+    def arguments(self, start: int, pin: bool) -> tuple:
+        here = slice(start, start + STEP)
+        part = jax.tree.map(lambda a: a[:, here], self.given.choices)
+        return self.tokens[:, here], self.positions[:, here], part, jnp.asarray(pin)
+
+    def lower(self, m: ds.MiniMaxTarget) -> jax.stages.Lowered:
+        """What `run` runs. One at a time: choices are given by a patch."""
+        tokens, positions, part, pin = self.arguments(0, True)
+        return _forward.lower(m, tokens, positions, m.make_cache(len(tokens), self.slots), part, pin)
+
+    def run(self, m: ds.MiniMaxTarget, program=_forward, *, pin: bool) -> Run:
+        """With the choices that are given if `pin`, else with its own."""
+        cache, parts = m.make_cache(len(self.tokens), self.slots), []
+        for start in range(0, self.tokens.shape[1], STEP):
+            tokens, positions, part, pinned = self.arguments(start, pin)
+            out = program(m, tokens, positions, cache, part, pinned)
+            cache = out.cache
+            parts.append((out.logits, tuple((record.blocks, record.experts) for record in out.records)))
+        return Run(*jax.tree.map(lambda *each: np.concatenate(each, axis=1), *parts))
+
+
 def run(m: ds.MiniMaxTarget, name: str, *, pin: bool) -> Run:
     """`STEP` tokens at a time; with the experts and blocks of float32 if `pin`."""
     tokens, positions = inputs(name)
-    cache, parts, given = m.make_cache(*tokens.shape), [], float32(name).choices
-    for start in range(0, tokens.shape[1], STEP):
-        here = slice(start, start + STEP)
-        part = jax.tree.map(lambda a, here=here: a[:, here], given)
-        out = _forward(m, tokens[:, here], positions[:, here], cache, part, jnp.asarray(pin))
-        cache = out.cache
-        parts.append((out.logits, tuple((record.blocks, record.experts) for record in out.records)))
-    found, choices = jax.tree.map(lambda *each: np.concatenate(each, axis=1), *parts)
-    return Run(found, choices)
+    return Feed(tokens, positions, tokens.shape[1], float32(name)).run(m, pin=pin)
 
 
 def noise(layers: int) -> float:

@@ -11,6 +11,7 @@ splits.
 """
 
 import argparse
+import collections
 import dataclasses
 import functools
 import importlib.util
@@ -34,6 +35,7 @@ from pallas_kernels import block_attention, merge_future_block, windowed_decode
 
 HEAD_DIM = 128
 REPEATS = 20
+PAUSES = (0.2, 0.5, 1.0)  # seconds until a record is made again
 OUT_TOLERANCE, LSE_TOLERANCE = 6e-3, 1e-3  # relative norm and absolute: bfloat16 output, float32 log-sum-exp
 
 
@@ -97,6 +99,26 @@ def make_inputs(case: Case, seed: jax.Array) -> dict[str, jax.Array]:
     )
 
 
+Kernel = tuple[str, float]  # name, milliseconds
+
+
+def odd(records: list[Kernel], calls: int) -> str:
+    """The kernels that cannot have run equally often in each call, with how often they ran."""
+    counts = collections.Counter(name for name, _ in records)
+    return ", ".join(f"{count} x {name[:60]}" for name, count in counts.items() if count % calls) or "none"
+
+
+def alike(calls: list[list[Kernel]]) -> list[list[Kernel]]:
+    """`calls`, or RuntimeError where they are not of the same kernels; in which order these end is left to the GPU."""
+    first, *others = (collections.Counter(name for name, _ in call) for call in calls)
+    for other in others:
+        more = {name: other[name] - first[name] for name in [*first, *other] if other[name] != first[name]}
+        if more:
+            found = ", ".join(f"{count:+} x {name[:60]}" for name, count in more.items())
+            raise RuntimeError(f"a call runs other kernels than the first one: {found}.")
+    return calls
+
+
 class Clock:
     """Kernel durations by CUPTI, through the profiler that comes with Mosaic GPU."""
 
@@ -108,19 +130,46 @@ class Clock:
         # XLA names a kernel after its operation: this one must be in no program that is timed.
         self.scrub = jax.jit(jax.lax.population_count if flush == "write" else lambda x: x.max(axis=2))
         self.flush()
-        [(self.flush_name, _)] = self.record(self.flush)
+        [(self.flush_name, _)] = self.rounds(self.flush, REPEATS)[0]
 
     def flush(self) -> None:
         self.scrub(self.buffer).block_until_ready()
 
-    def record(self, run: Callable[[], Any]) -> list[tuple[str, float]]:
-        """Name and milliseconds of each kernel that runs meanwhile."""
+    def record(self, run: Callable[[], Any]) -> list[Kernel]:
+        """Name and milliseconds of each kernel that runs meanwhile, whichever thread started it."""
         self.cupti._cupti_init()
         try:
             run()
         finally:
             records = self.cupti._cupti_get_timings(True)
         return records
+
+    def calls(self, run: Callable[[], Any], split: Callable[[list[Kernel]], list[list[Kernel]]]) -> list[list[Kernel]]:
+        """The record of `run`, split into calls that have to run the same kernels.
+
+        The record is of the whole process: where another thread compiles, kernels that XLA tries out to choose among
+        them are in it too. So it is made again, a little later, before a difference counts.
+        """
+        for pause in PAUSES:
+            try:
+                return alike(split(self.record(run)))
+            except RuntimeError:
+                time.sleep(pause)
+        return alike(split(self.record(run)))
+
+    def rounds(self, launch: Callable[[], Any], count: int) -> list[list[Kernel]]:
+        """The kernels of each of `count` calls, back to back after one more."""
+        launch()
+
+        def split(records: list[Kernel]) -> list[list[Kernel]]:
+            each, extra = divmod(len(records), count)
+            if extra or not each:
+                raise RuntimeError(
+                    f"{len(records)} kernels in {count} calls, not the same in each: {odd(records, count)}."
+                )
+            return [records[i : i + each] for i in range(0, len(records), each)]
+
+        return self.calls(lambda: [launch() for _ in range(count)], split)
 
     def microseconds(self, launch: Callable[[], Any]) -> tuple[float, float]:
         """Medians, over cold and over warm calls, of the sum of a call's kernels."""
@@ -135,19 +184,22 @@ class Clock:
             for _ in range(REPEATS):
                 launch()
 
-        between: list[list[float]] = []
-        for name, milliseconds in self.record(repeat):
-            if name == self.flush_name:
-                between.append([])
-            else:
-                between[-1].append(milliseconds)
-        *cold, warm = between
-        per_call, extra = divmod(len(warm), REPEATS)
-        if extra or len(cold) != REPEATS or any(len(call) != per_call for call in cold):
-            raise RuntimeError(f"the calls do not all run the same kernels: {[len(call) for call in between]}.")
-        calls = [warm[i : i + per_call] for i in range(0, len(warm), per_call)]
-        cold_median, warm_median = (1e3 * float(np.median([sum(call) for call in c])) for c in (cold, calls))
-        return cold_median, warm_median
+        def split(records: list[Kernel]) -> list[list[Kernel]]:
+            between: list[list[Kernel]] = [[]]
+            for record in records:
+                if record[0] == self.flush_name:
+                    between.append([])
+                else:
+                    between[-1].append(record)
+            before, *cold, warm = between
+            per_call, extra = divmod(len(warm), REPEATS)
+            if before or extra or not per_call or len(cold) != REPEATS:
+                found = odd([r for r in records if r[0] != self.flush_name], 2 * REPEATS)
+                raise RuntimeError(f"the calls do not all run the same kernels: {found}.")
+            return [*cold, *(warm[i : i + per_call] for i in range(0, len(warm), per_call))]
+
+        sums = [1e3 * sum(time for _, time in call) for call in self.calls(repeat, split)]
+        return float(np.median(sums[:REPEATS])), float(np.median(sums[REPEATS:]))
 
     def copy_bandwidth(self) -> float:
         """Terabytes a second of the fastest stream over 1 GB, which floors and shares refer to; prints all streams.
@@ -165,11 +217,8 @@ class Clock:
                 if in_place:
                     array[0] = result
 
-            run()
-            times = [milliseconds for _, milliseconds in self.record(lambda: [run() for _ in range(REPEATS)])]
-            if not times or len(times) % REPEATS:
-                raise RuntimeError(f"{len(times)} kernels in {REPEATS} passes over the array.")
-            return passes * array[0].nbytes / float(np.median(np.reshape(times, (REPEATS, -1)).sum(axis=1))) / 1e9
+            times = [sum(milliseconds for _, milliseconds in call) for call in self.rounds(run, REPEATS)]
+            return passes * array[0].nbytes / float(np.median(times)) / 1e9
 
         def change(x: jax.Array) -> jax.Array:
             return x + jnp.float32(1)

@@ -88,26 +88,14 @@ def make_rows(rows: int, seed: int) -> tuple[jax.Array, jax.Array, jax.Array, in
 
 def split_times(clock: Clock, launches: list[Callable[[], Any]]) -> tuple[float, float, float]:
     """Microseconds of a call: everything but the two kernels, gate_up, down. Median over calls."""
-    for launch in launches:
-        launch()
-
-    def repeat() -> None:
-        for _ in range(REPEATS):
-            for launch in launches:
-                launch()
-
-    records = clock.record(repeat)
-    calls, extra = REPEATS * len(launches), len(records) % (REPEATS * len(launches))
-    if extra:
-        raise RuntimeError(f"{len(records)} kernels in {calls} calls: the calls do not all run the same kernels.")
-    each = len(records) // calls
     rows = []
-    for start in range(0, len(records), each):
-        call = records[start : start + each]
-        # A backend may rename a kernel; these two are by far the longest, and gate_up comes first.
-        two = sorted(sorted(range(each), key=lambda i: call[i][1])[-2:])
-        outer, last = (1e3 * call[i][1] for i in two)
-        rows.append((1e3 * sum(t for _, t in call) - outer - last, outer, last))
+    for several in clock.rounds(lambda: [launch() for launch in launches], REPEATS):
+        each = len(several) // len(launches)
+        for call in (several[i : i + each] for i in range(0, len(several), each)):
+            # A backend may rename a kernel; these two are by far the longest, and gate_up comes first.
+            two = sorted(sorted(range(each), key=lambda i: call[i][1])[-2:])
+            outer, last = (1e3 * call[i][1] for i in two)
+            rows.append((1e3 * sum(t for _, t in call) - outer - last, outer, last))
     rest, outer, last = np.median(rows, axis=0)
     return float(rest), float(outer), float(last)
 

@@ -212,12 +212,7 @@ def _measure(entry: Entry, data: Data, clock: Clock, compiled: Any, before: Any)
     data.check(entry, before(x) if before else x, compiled(x, weights[0]))
 
     def record(launch: Callable[[], Any], calls: int) -> tuple[float, float]:
-        launch()
-        records = clock.record(lambda: [launch() for _ in range(REPEATS)])
-        a_round, extra = divmod(len(records), REPEATS)
-        if extra or not a_round:
-            raise RuntimeError(f"{len(records)} kernels in {REPEATS} rounds: they do not all run the same kernels.")
-        found = [records[i : i + a_round] for i in range(0, len(records), a_round)]
+        found = clock.rounds(launch, REPEATS)
         ours = any(KERNEL in name for name, _ in found[0])
 
         def total(run: list[tuple[str, float]], every: bool) -> float:

@@ -176,8 +176,8 @@ def attention_lines(sizes: Sizes, chunk: int, slots: int, compiler: Any, tune: b
     for form in forms[:1]:
         run = functools.partial(attend_with_kernels, implementation=named.get(form, form), **kernel)
         yield from both(form, lambda *a, run=run: run(*a[:4], blocks=a[4]))
-    if GPU:
-        for tuning in sparse_variants(tune):
+    if GPU and tune:
+        for tuning in sparse_variants():
             label = (
                 f"triton, {tuning.queries} queries, tile {tuning.tile}, {tuning.stages} stages, {tuning.warps} warps"
             )
@@ -192,7 +192,7 @@ def attention_lines(sizes: Sizes, chunk: int, slots: int, compiler: Any, tune: b
         yield line("scores", form, lambda *a, score=score: score(*a), scored, "scores")
         choose = functools.partial(select_blocks, implementation=implementation, **static)
         yield line("choice", form, lambda *a, choose=choose: choose(*a), chosen, "choice")
-    for rows, blocks, stages, warps in index_variants(tune) if GPU else ():
+    for rows, blocks, stages, warps in INDEX_VARIANTS if GPU and tune else ():
         tuning = index_triton.Tuning(rows=rows, blocks=blocks, stages=stages, warps=warps)
         run = functools.partial(
             index_triton.block_maxima, block_size=sizes.block, multiprocessors=MULTIPROCESSORS, tuning=tuning
@@ -202,25 +202,22 @@ def attention_lines(sizes: Sizes, chunk: int, slots: int, compiler: Any, tune: b
         )
 
 
-def sparse_variants(tune: bool) -> Iterator[sparse_triton.Tuning]:
-    """Neighbours that share the blocks they read: 8 beside the 4 that are chosen; more of everything with `tune`."""
-    shapes = [(8, 64, 3, 8)]
-    if tune:
-        shapes += [
-            (1, 64, 3, 4),
-            (2, 64, 3, 4),
-            (4, 64, 2, 4),
-            (4, 128, 2, 4),
-            (8, 64, 2, 8),
-            (8, 128, 2, 8),
-            (16, 64, 2, 8),
-        ]
+def sparse_variants() -> Iterator[sparse_triton.Tuning]:
+    """Neighbours that share the blocks they read, beside the 4 that are chosen, and larger tiles."""
+    shapes = [
+        (1, 64, 3, 4),
+        (2, 64, 3, 4),
+        (4, 64, 2, 4),
+        (4, 128, 2, 4),
+        (8, 64, 2, 8),
+        (8, 128, 2, 8),
+        (16, 64, 2, 8),
+    ]
     for queries, tile, stages, warps in shapes:
         yield sparse_triton.Tuning(queries=queries, splits=1, tile=tile, stages=stages, warps=warps)
 
 
-def index_variants(tune: bool) -> list[tuple[int, int, int, int]]:
-    return [(128, 8, 3, 8)] + ([(64, 8, 2, 4), (128, 8, 2, 4), (128, 4, 3, 8), (256, 8, 2, 8)] if tune else [])
+INDEX_VARIANTS = [(64, 8, 2, 4), (128, 8, 2, 4), (128, 4, 3, 8), (256, 8, 2, 8)]  # rows, blocks, stages, warps
 
 
 def references(sizes: Sizes) -> dict[str, Callable[[dict[str, Any]], Any]]:

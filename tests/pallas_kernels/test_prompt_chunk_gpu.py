@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from gpu_marks import MOSAIC, TRITON, needs_gpu, needs_triton
 from sparse_cases import SCORE_TOLERANCE, scores_differ
-from test_kernels_gpu import WIDE_MARGIN, wide
+from test_kernels_gpu import MARGIN, wide
 
 import dspark_jax as ds
 from dspark_jax import attention, attention_forms
@@ -132,10 +132,12 @@ def last_keys(dtype, kernels: ds.Kernels) -> np.ndarray:
 @needs_gpu
 @pytest.mark.parametrize("choice", [pytest.param(c, marks=needs_triton if c != "automatic" else ()) for c in CHOICES])
 def test_a_prefill_in_chunks(choice: str) -> None:
-    """As near to float32 as the loops in bfloat16 are, up to experts and blocks that flip."""
+    """As near to float32 as the loops in bfloat16 are, but for a few tokens with other experts or blocks."""
     exact = last_keys(jnp.float32, ds.Kernels.xla())
-    noise = float(np.abs(last_keys(jnp.bfloat16, ds.Kernels.xla()) - exact).mean())
-    found = last_keys(jnp.bfloat16, CHOICES[choice])
-    error, other = float(np.abs(found - exact).mean()), float(np.abs(found[::-1] - exact).mean())
-    print(f"{choice}: mean difference {error:.4f}, of the loops {noise:.4f}, of exchanged tokens {other:.3f}")
-    assert error < WIDE_MARGIN * noise < other
+
+    def error(keys: np.ndarray) -> float:
+        return float(np.median(np.abs(keys - exact).reshape(len(exact), -1).mean(-1)))  # over tokens
+
+    found, noise = last_keys(jnp.bfloat16, CHOICES[choice]), error(last_keys(jnp.bfloat16, ds.Kernels.xla()))
+    print(f"{choice}: {error(found):.4f} from float32, loops {noise:.4f}, exchanged tokens {error(found[::-1]):.3f}")
+    assert error(found) < MARGIN * noise < error(found[::-1])
