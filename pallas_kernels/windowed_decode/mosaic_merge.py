@@ -8,30 +8,30 @@ from jax import lax
 
 from pallas_kernels import _mosaic as gpu
 from pallas_kernels._mosaic_softmax import LN_2, merge_rows
-from pallas_kernels.windowed_decode.tuning import Tuning
 
 
-def part_shape(tuning: Tuning, blocks: int, head_dim: int) -> tuple[int, ...]:
-    """Shape of the result of one split, `blocks` of 64 rows."""
-    if tuning.partials == "pieces":
-        return blocks, head_dim // 8, gpu.ROWS, 8
-    return blocks * gpu.ROWS, head_dim
+def part_shape(blocks: int, head_dim: int) -> tuple[int, ...]:
+    """Shape of the result of one split, `blocks` of 64 rows.
+
+    It lies in pieces of 64 rows x 8 columns, of which a warp writes and reads 256 bytes in one go, not 8 times 32.
+    """
+    return blocks, head_dim // 8, gpu.ROWS, 8
 
 
-def load_part(tuning: Tuning, part: Any, block: Any, column: Any, columns: int, interpret: Any) -> Any:
-    """The `column`-th share of so many columns of one block of rows of the result `part` of a split."""
-    if tuning.partials == "pieces":
-        return gpu.load_pieces(part.at[block, gpu.ds(column * (columns // 8), columns // 8)], interpret)
-    rows, share = gpu.ds(block * gpu.ROWS, gpu.ROWS), gpu.ds(column * columns, columns)
-    return gpu.load_global(part.at[rows, share], 2)
+def load_part(part: Any, column: Any, columns: int, interpret: Any) -> Any:
+    """The `column`-th share of so many columns of one block of 64 rows [head_dim / 8, 64, 8]."""
+    return gpu.load_pieces(part.at[gpu.ds(column * (columns // 8), columns // 8)], interpret)
 
 
 def merge_splits(
-    part: jax.Array, part_lse: jax.Array, *, queries: int, group: int, dtype: Any, tuning: Tuning, interpret: Any = None
+    part: jax.Array, part_lse: jax.Array, *, queries: int, group: int, dtype: Any, columns: int, interpret: Any = None
 ) -> tuple[jax.Array, jax.Array]:
-    """part [B, Hkv, splits, *part_shape] and part_lse [B, Hkv, splits, rows] -> out [B, K, Hq, D], lse [B, K, Hq]."""
+    """part [B, Hkv, splits, *part_shape] and part_lse [B, Hkv, splits, rows] -> out [B, K, Hq, D], lse [B, K, Hq].
+
+    A block merges so many `columns`.
+    """
     batch, kv_heads, splits, rows = part_lse.shape
-    head_dim, columns = part[0, 0, 0].size // rows, tuning.merge_columns
+    head_dim = 8 * part.shape[4]
     per_block = gpu.ROWS // group
 
     def body(part: Any, part_lse: Any, out: Any, lse: Any, *, out_rows: Any, lse_rows: Any) -> None:
@@ -40,7 +40,7 @@ def merge_splits(
         values, merged_lse = merge_rows(
             splits,
             lambda i: gpu.load_global(part_lse.at[row, head, i, mine], 1),
-            lambda i: load_part(tuning, part.at[row, head, i], rows, column, columns, interpret),
+            lambda i: load_part(part.at[row, head, i, rows], column, columns, interpret),
         )
         out_rows[...] = values.astype(dtype)
         lse_rows[...] = merged_lse * LN_2

@@ -49,10 +49,13 @@ class Problem:
         """Pages that a tile is copied from."""
         return max(tile // self.page, 1)
 
-    def cut(self, tuning: Tuning) -> int:
-        """Keys between which splits are cut."""
+    def unit(self, tuning: Tuning) -> int:
+        """Keys between which splits are cut: half tiles where there are any, so that the longest split is shorter.
+
+        The matrix units take no fewer than 64 keys, and a page is not cut.
+        """
         half = tuning.tile // 2
-        return half if tuning.cut == "half" and self.page <= half else tuning.tile
+        return half if tuning.splits > 1 and half >= gpu.ROWS and self.page <= half else tuning.tile
 
     @property
     def table_entries(self) -> int:
@@ -82,7 +85,11 @@ def plan(problem: Problem, multiprocessors: int = 132, tuning: Tuning | None = N
     gpu.require_half(p.dtype)
     if tuning is None:
         keys = capacity if p.window is None else min(p.window - 1 + p.queries, capacity)
-        tuning = choose_tuning(heads=p.heads, head_dim=p.head_dim, keys=keys, multiprocessors=multiprocessors)
+        tuning = choose_tuning(
+            heads=p.heads, head_dim=p.head_dim, keys=keys, multiprocessors=multiprocessors, warpgroups=p.warpgroups,
+            readers=p.chunks,
+        )  # fmt: skip
+    p = dataclasses.replace(p, most_warpgroups=tuning.warpgroups)
     if p.page % 8 or (tuning.tile % p.page and p.page % tuning.tile):
         raise NotImplementedError(
             f"the Mosaic kernel takes pages of 8, 16, 32, 64 or a multiple of {tuning.tile} slots, got {p.page}."

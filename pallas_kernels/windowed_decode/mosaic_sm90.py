@@ -7,6 +7,7 @@ tiles at the edges of what is visible are masked.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from jax import lax
 from pallas_kernels import _dispatch
 from pallas_kernels import _mosaic as gpu
 from pallas_kernels import _mosaic_softmax as softmax
+from pallas_kernels._mosaic_hints import evict_first
 from pallas_kernels.windowed_decode.mosaic_memory import TABLE_PIECE, Memory, Share
 from pallas_kernels.windowed_decode.mosaic_merge import load_part, merge_splits, part_shape
 from pallas_kernels.windowed_decode.mosaic_problem import Problem, describe, plan
@@ -51,9 +53,8 @@ def attend(
 ) -> tuple[jax.Array, jax.Array]:
     """Attention over the pages (keys below `kv_length`) and, if given, over the block's own keys and values."""
     problem = describe(q, k_pages, page_table, window=window, scale=scale, block=bool(block), causal=causal)
-    if tuning is not None:
-        problem = dataclasses.replace(problem, most_warpgroups=tuning.warpgroups)
     tuning = plan(problem, tuning=tuning)
+    problem = dataclasses.replace(problem, most_warpgroups=tuning.warpgroups)
     hkv = problem.kv_heads
     group = q.shape[2] // hkv
     q = gpu.pad_groups(q, hkv, problem.group)
@@ -74,7 +75,7 @@ def _launch(problem: Problem, tuning: Tuning, interpret: Any, *args: Any) -> tup
 
     tiles = functools.partial(gpu.tiled, dtype=p.dtype)
     scratch = dict(
-        q=tiles((warpgroups, gpu.ROWS, p.head_dim)),
+        q=tiles((warpgroups * (2 if tuning.blocks else 1), gpu.ROWS, p.head_dim)),
         k=tiles((tuning.stages, tuning.tile, p.head_dim)),
         v=tiles((tuning.stages, tuning.tile, p.head_dim)),
         lse=gpu.SMEM((warpgroups, gpu.ROWS), jnp.float32),
@@ -91,13 +92,15 @@ def _launch(problem: Problem, tuning: Tuning, interpret: Any, *args: Any) -> tup
     if p.block:
         rows = (gpu.ROWS, p.head_dim)
         scratch.update(k_block=tiles(rows), v_block=tiles(rows), block_ready=gpu.Barrier(num_barriers=2))
+        if tuning.blocks:
+            scratch.update(block_free=gpu.Barrier(num_arrivals=warpgroups))
     if fused:
         scratch.update(merged=gpu.SMEM((warpgroups, gpu.ROWS, tuning.fused_columns(p.head_dim)), p.dtype))
 
     blocks = p.chunks * warpgroups  # of 64 rows
     out_type = [jax.ShapeDtypeStruct(q.shape, p.dtype), jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)]
     part_type = [
-        jax.ShapeDtypeStruct((p.batch, p.kv_heads, splits, *part_shape(tuning, blocks, p.head_dim)), jnp.float32),
+        jax.ShapeDtypeStruct((p.batch, p.kv_heads, splits, *part_shape(blocks, p.head_dim)), jnp.float32),
         jax.ShapeDtypeStruct((p.batch, p.kv_heads, splits, blocks * gpu.ROWS), jnp.float32),
     ]
     outputs = out_type if splits == 1 else out_type + part_type if fused else part_type
@@ -105,8 +108,10 @@ def _launch(problem: Problem, tuning: Tuning, interpret: Any, *args: Any) -> tup
     names += ["out", "lse"] * (splits == 1 or fused) + ["part", "part_lse"] * (splits > 1)
 
     def body(*refs: Any, **shared: Any) -> None:
-        share = problem, tuning, dict(zip(names, refs, strict=True)), shared
-        compute, memory = Compute(*share, interpret=interpret), Memory(*share)
+        share = problem, tuning, dict(zip(names, refs, strict=True)), shared, interpret
+        compute, memory = Compute(*share), Memory(*share)
+        if tuning.evict_first and interpret is None:
+            evict_first()
 
         @gpu.when(compute.warpgroup < warpgroups)
         def _compute() -> None:
@@ -125,53 +130,78 @@ def _launch(problem: Problem, tuning: Tuning, interpret: Any, *args: Any) -> tup
         name="block_attention" if p.block else "windowed_decode",
         out_type=outputs,
         # The last axis varies fastest: blocks that read the same pages, then the heads of a row, start together.
-        grid={"row": p.batch, "split": splits, "head": p.kv_heads, "chunk": p.chunks},
+        grid={"block": min(tuning.blocks, p.heads)}
+        if tuning.blocks
+        else {"row": p.batch, "split": splits, "head": p.kv_heads, "chunk": p.chunks},
         scratch=scratch,
         warpgroups=warpgroups + 1,
         interpret=interpret,
     )(*operands)
     if splits == 1 or fused:
         return results[0], results[1]
-    rest = dict(queries=p.queries, group=p.group, dtype=p.dtype, tuning=tuning, interpret=interpret)
-    return merge_splits(*results, **rest)
+    rest = dict(queries=p.queries, group=p.group, dtype=p.dtype, columns=tuning.merge_columns)
+    return merge_splits(*results, **rest, interpret=interpret)
 
 
 class Compute(Share):
     """A compute warpgroup."""
 
-    def __init__(self, *share: Any, interpret: Any) -> None:
+    def __init__(self, *share: Any) -> None:
         super().__init__(*share)
-        self.interpret = interpret
         self.warpgroup = lax.axis_index("warpgroup")
-        self.heads = gpu.ds(self.head * self.p.group, self.p.group)
         self.turns = self.p.warpgroups == 2
 
     def run(self) -> None:
+        if self.t.blocks:
+            self.load_queries(0)
+        self.each_item(self.attend_item)
+        gpu.wait_until_read()
+
+    def attend_item(self, i: Any) -> None:
         p, s = self.p, self.s
-        self.q = s["q"].at[self.warpgroup]
-        self.load_queries()
+        if not self.t.blocks:
+            self.load_queries(0)
+        self.q = self.queries(i)
         self.locate()
         state = softmax.start(p.head_dim)
         gpu.barrier_wait(s["q_ready"].at[self.warpgroup])
         if p.block:
-            state = lax.fori_loop(0, jnp.where(self.block_keys_here, 1, 0), lambda _, x: self.block_tile(x), state)
-        self.store(*softmax.finish(self.page_tiles(state)))
-        gpu.wait_until_read()
+            here = self.split == self.t.splits - 1
+            state = lax.fori_loop(0, jnp.where(here, 1, 0), lambda _, x: self.block_tile(x), state)
+        state = self.page_tiles(state)
+        if self.t.blocks:
+            gpu.wait_until_read()  # results of the item before, whose place the next item's queries take
+            gpu.when(i + 1 < self.items)(lambda: self.load_queries(i + 1))
+        self.store(*softmax.finish(state))
 
-    def query(self, i: int) -> Any:
-        """Number, within the block of K, of this warpgroup's query i."""
-        return (self.chunk * self.p.warpgroups + self.warpgroup) * self.p.queries_per_warpgroup + i
+    def queries(self, i: Any) -> Any:
+        """This warpgroup's shared memory for the queries of item i, and then for its results."""
+        place = self.warpgroup
+        if self.t.blocks:
+            place += lax.rem(jnp.int32(i), jnp.int32(2)) * self.p.warpgroups
+        return self.s["q"].at[place]
 
-    def load_queries(self) -> None:
-        p, ready = self.p, self.s["q_ready"].at[self.warpgroup]
-        for i in range(p.queries_per_warpgroup):
-            rows = self.q.at[gpu.ds(i * p.group, p.group)]
+    def load_queries(self, i: Any) -> None:
+        """Starts to load the queries of item i."""
+        p, ready, target = self.p, self.s["q_ready"].at[self.warpgroup], self.queries(i)
+        row, _, head, chunk = self.item(i)
 
-            @gpu.when(self.query(i) < p.queries)
-            def _copy(i: int = i, rows: Any = rows) -> None:
-                gpu.copy_to_shared(self.g["q"].at[self.row, self.query(i), self.heads], rows, ready)
+        def copy(query: Any, rows: Any) -> None:
+            gpu.copy_to_shared(self.g["q"].at[row, query, gpu.ds(head * p.group, p.group)], target.at[rows], ready)
 
-            gpu.when(self.query(i) >= p.queries)(lambda: gpu.barrier_arrive(ready))
+        self.each_query(chunk, copy, lambda: gpu.barrier_arrive(ready))
+
+    def first_query(self, chunk: Any) -> Any:
+        """Number, within the block of K, of this warpgroup's first query."""
+        return (chunk * self.p.warpgroups + self.warpgroup) * self.p.queries_per_warpgroup
+
+    def each_query(self, chunk: Any, run: Callable[..., None], instead: Callable[[], None] | None = None) -> None:
+        """`run(query, its rows)` for this warpgroup's queries of a chunk, `instead()` for those that there are not."""
+        for i in range(self.p.queries_per_warpgroup):
+            query, rows = self.first_query(chunk) + i, gpu.ds(i * self.p.group, self.p.group)
+            gpu.when(query < self.p.queries)(functools.partial(run, query, rows))
+            if instead is not None:
+                gpu.when(query >= self.p.queries)(instead)
 
     def block_tile(self, state: Any) -> Any:
         """The block's own keys: one tile, masked to the K that exist."""
@@ -181,7 +211,7 @@ class Compute(Share):
         key = gpu.iota((gpu.ROWS, gpu.ROWS), 1)
         visible = key < p.queries
         if p.causal or p.reach < p.queries:
-            query = lax.div(gpu.iota((gpu.ROWS, gpu.ROWS), 0), jnp.int32(p.group)) + self.query(0)
+            query = lax.div(gpu.iota((gpu.ROWS, gpu.ROWS), 0), jnp.int32(p.group)) + self.first_query(self.chunk)
             visible &= key < query + p.reach
             visible &= key > query - p.reach
             if p.causal:
@@ -190,6 +220,8 @@ class Compute(Share):
         weights, (values, maximum, total) = softmax.weigh(scores, state, p.scale, p.dtype)
         gpu.barrier_wait(s["block_ready"].at[1])
         values = gpu.add_dot(values, weights, s["v_block"], self.interpret)
+        if "block_free" in s:
+            gpu.barrier_arrive(s["block_free"])
         return values, maximum, total
 
     def mask(self, scores: Any, step: Any) -> Any:
@@ -214,15 +246,13 @@ class Compute(Share):
 
         gpu.when(self.warpgroup == 1)(self.take_turn)
 
-        def one(step: Any, state: Any, masked: Any, keys: int = self.t.tile) -> Any:
+        def one(step: Any, state: Any, keys: int = self.t.tile) -> Any:
             slot = self.slot(step)
             k, v = (s[name].at[slot] if keys == self.t.tile else s[name].at[slot, gpu.ds(0, keys)] for name in "kv")
             scores = gpu.dot_transposed(self.q, k, self.take_turn)
             gpu.barrier_arrive(s["k_free"].at[slot])
-            if callable(masked):
-                scores = lax.cond(masked(step), lambda x: self.mask(x, step), lambda x: x, scores)
-            elif masked:
-                scores = self.mask(scores, step)
+            border = (step < inner) | (step >= outer)
+            scores = lax.cond(border, lambda x: self.mask(x, step), lambda x: x, scores)
             weights, (values, maximum, total) = softmax.weigh(scores, state, self.p.scale, self.p.dtype)
             # Softmax has to be done before the other warpgroup's turn ends, not wherever the compiler moves it.
             values, total, maximum, weights = lax.optimization_barrier((values, total, maximum, weights))
@@ -244,18 +274,11 @@ class Compute(Share):
         # Tiles [inner, outer) are seen by every query in full and need no mask.
         inner = lax.div(jnp.maximum(self.q_end - self.p.reach - self.start, 0) + (tile - 1), tile)
         outer = lax.div(jnp.minimum(self.length, self.q_first + 1) - self.start, tile)
-        whole, half = count, self.p.cut(self.t)
+        half = self.p.unit(self.t)
+        whole = count if half == self.t.tile else lax.div(self.stop - self.start, tile)
+        state = lax.fori_loop(0, whole, one, state)
         if half < self.t.tile:  # the last tile may be half full
-            whole = lax.div(self.stop - self.start, tile)
-        inner = jnp.clip(inner, 0, whole)
-        outer = jnp.clip(outer, inner, whole)
-        loops: Any = ((0, inner, True), (inner, outer, False), (outer, whole, True))
-        if self.t.borders == "branch":
-            loops = ((0, whole, lambda step: (step < inner) | (step >= outer)),)
-        for start, stop, masked in loops:
-            state = lax.fori_loop(start, stop, functools.partial(one, masked=masked), state)
-        if half < self.t.tile:
-            state = lax.fori_loop(whole, count, functools.partial(one, masked=True, keys=half), state)
+            state = lax.fori_loop(whole, count, functools.partial(one, keys=half), state)
         gpu.when(self.warpgroup == 0)(self.take_turn)
         return state
 
@@ -271,10 +294,7 @@ class Compute(Share):
         rows = gpu.ds(block * gpu.ROWS, gpu.ROWS)
         part, part_lse = (g[name].at[self.row, self.head] for name in ("part", "part_lse"))
         part_lse[self.split, rows] = lse
-        if self.t.partials == "pieces":
-            gpu.store_pieces(part.at[self.split, block], values, self.interpret)
-        else:
-            part[self.split, rows, :] = values
+        gpu.store_pieces(part.at[self.split, block], values, self.interpret)
         if "out" not in g:
             return
         head = (self.row * p.kv_heads + self.head) * p.chunks + self.chunk
@@ -289,24 +309,23 @@ class Compute(Share):
             merged, merged_lse = softmax.merge_rows(
                 self.t.splits,
                 lambda i: gpu.load_global(part_lse.at[i, rows], 1),
-                lambda i: load_part(self.t, part.at[i], block, self.split, columns, self.interpret),
+                lambda i: load_part(part.at[i, block], self.split, columns, self.interpret),
             )
             s["merged"].at[self.warpgroup][...] = merged.astype(p.dtype)
             self.store_rows(s["merged"].at[self.warpgroup], merged_lse, share, self.split == 0)
 
     def store_rows(self, source: Any, lse: Any, columns: Any, with_lse: Any) -> None:
         """One copy for each query: `source` [64, columns] and lse (base 2) to where the caller wants them."""
-        p, g = self.p, self.g
+        g, heads = self.g, gpu.ds(self.head * self.p.group, self.p.group)
         lse_rows = self.s["lse"].at[self.warpgroup]
         lse_rows[...] = lse * softmax.LN_2
         gpu.commit_shared()
-        for i in range(p.queries_per_warpgroup):
-            rows = gpu.ds(i * p.group, p.group)
 
-            @gpu.when(self.query(i) < p.queries)
-            def _copy(i: int = i, rows: Any = rows) -> None:
-                gpu.copy_to_global(source.at[rows], g["out"].at[self.row, self.query(i), self.heads, columns])
+        def copy(query: Any, rows: Any) -> None:
+            gpu.copy_to_global(source.at[rows], g["out"].at[self.row, query, heads, columns])
 
-                @gpu.when(with_lse)
-                def _() -> None:
-                    gpu.copy_to_global(lse_rows.at[rows], g["lse"].at[self.row, self.query(i), self.heads])
+            @gpu.when(with_lse)
+            def _() -> None:
+                gpu.copy_to_global(lse_rows.at[rows], g["lse"].at[self.row, query, heads])
+
+        self.each_query(self.chunk, copy)

@@ -273,10 +273,11 @@ def test_a_loop_as_a_cuda_graph(implementation: str, tmp_path: Path) -> None:
 
 
 OTHER_TUNINGS = [
-    dict(splits=5, cut="half", table="plain", partials="pieces"),
-    dict(splits=3, merge="kernel", merge_columns=8, partials="pieces"),
-    dict(splits=2, warpgroups=1, partials="pieces", borders="branch"),
-    dict(cut="half", table="plain"),
+    dict(splits=5, evict_first=True),
+    dict(splits=3, merge="kernel", merge_columns=8),
+    dict(splits=2, warpgroups=1, evict_first=True),
+    dict(evict_first=True),
+    dict(blocks=7),
 ]
 
 

@@ -199,9 +199,10 @@ def test_lowers_to_cuda(shape: tuple, dtype) -> None:
 
 
 OTHER_TUNINGS = [
-    dict(cut="half", table="plain", partials="pieces", borders="branch"),
-    dict(cut="half", splits=1),
-    dict(partials="pieces", merge="kernel", merge_columns=8, warpgroups=1),
+    dict(evict_first=True),
+    dict(splits=1, evict_first=True),
+    dict(merge="kernel", merge_columns=8, warpgroups=1),
+    dict(splits=1, blocks=132),
 ]
 
 
@@ -242,7 +243,7 @@ def cut_within_tiles(cut: tuple) -> tuple[Case, dict]:
         7, q_start=[start], kv_length=[start + queries - short], queries=queries, heads=heads, head_dim=head_dim,
         page=page, window=window, table_length=entries, dtype="bfloat16",
     )  # fmt: skip
-    tuning = Tuning(splits=splits, merge="kernel", merge_columns=columns, cut="half", table="plain", partials="pieces")
+    tuning = Tuning(splits=splits, merge="kernel", merge_columns=columns)
     return case, dict(window=window, scale=0.1, tuning=tuning, interpret=RACES)
 
 
@@ -264,10 +265,9 @@ def test_block_keys_with_splits_cut_within_tiles() -> None:
     assert_close(actual, reference_of(REFERENCE.block, *args, **static, causal=False), "bfloat16")
 
 
-@pytest.mark.parametrize("change", [dict(warpgroups=1), dict(borders="branch")], ids=str)
-def test_other_tunings_interpreted(change: dict) -> None:
+def test_one_warpgroup_interpreted() -> None:
     case, static = cut_within_tiles(CUTS[-1])
-    static["tuning"] = dataclasses.replace(static["tuning"], **change)
+    static["tuning"] = dataclasses.replace(static["tuning"], warpgroups=1)
     args = (case.q, *case.pages, case.q_start, case.kv_length)
     assert_close(mosaic_sm90.attend(*args, **static), reference_of(REFERENCE.decode, *args, **static), "bfloat16")
 
@@ -280,6 +280,36 @@ def test_a_mutant_of_the_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mosaic_sm90.Compute, "page_tiles", _whole_last_tile(mosaic_sm90.Compute.page_tiles))
     with pytest.raises(AssertionError):
         assert_close(mosaic_sm90.attend(*args, **static), expected, "bfloat16")
+
+
+def several_heads(blocks: int, **changes) -> tuple[Case, dict]:
+    """Rows of different lengths, one without a key, in chunks of queries of which the last are not full."""
+    starts, lengths = [400, 60, 300, 5], [404, 0, 250, 7]
+    case = random_case(
+        7, q_start=starts, kv_length=lengths, queries=9, heads=(32, 2), head_dim=64, page=16, window=200,
+        table_length=20, dtype="bfloat16",
+    )  # fmt: skip
+    return case, dict(window=200, scale=0.1, tuning=Tuning(blocks=blocks, **changes), interpret=RACES)
+
+
+@pytest.mark.parametrize("blocks, tile", [(3, 64), (1, 64), pytest.param(2, 128, marks=pytest.mark.slow)])
+def test_blocks_that_serve_several_heads(blocks: int, tile: int) -> None:
+    case, static = several_heads(blocks, tile=tile)
+    args = (case.q, *case.pages, case.q_start, case.kv_length)
+    assert_close(mosaic_sm90.attend(*args, **static), reference_of(REFERENCE.decode, *args, **static), "bfloat16")
+    args = (case.q, *case.block, *case.pages, case.q_start)
+    actual = block_attention_mosaic(*args, **static, causal=False)
+    assert_close(actual, reference_of(REFERENCE.block, *args, **static, causal=False), "bfloat16")
+
+
+def test_a_mutant_with_one_place_for_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, static = several_heads(1, tile=64)
+    static["interpret"] = _mosaic.interpreter()
+    queries = mosaic_sm90.Compute.queries
+    monkeypatch.setattr(mosaic_sm90.Compute, "queries", lambda self, i: queries(self, 0))
+    args = (case.q, *case.pages, case.q_start, case.kv_length)
+    with pytest.raises(AssertionError):
+        assert_close(mosaic_sm90.attend(*args, **static), reference_of(REFERENCE.decode, *args, **static), "bfloat16")
 
 
 REFUSED = [
@@ -320,8 +350,8 @@ def test_a_named_kernel_does_not_fall_back(implementation: str) -> None:
 @pytest.mark.parametrize(
     "field, value",
     [
-        *(("tile", 32), ("stages", 1), ("splits", 0), ("merge", "atomic"), ("merge_columns", 12)),
-        *(("cut", "page"), ("table", "none"), ("partials", "columns"), ("borders", "mask"), ("warpgroups", 3)),
+        *(("tile", 32), ("stages", 1), ("splits", 0), ("merge", "atomic"), ("merge_columns", 12), ("warpgroups", 3)),
+        ("blocks", -1),
     ],
 )
 def test_tuning_is_validated(field: str, value) -> None:
@@ -330,36 +360,56 @@ def test_tuning_is_validated(field: str, value) -> None:
 
 
 @pytest.mark.parametrize("heads", [1, 4, 8, 32, 64, 131, 132, 256, 2048])
+@pytest.mark.parametrize("warpgroups", [1, 2])
 @pytest.mark.parametrize("head_dim", PIPELINES)
-def test_splits_fill_the_chip_once(heads: int, head_dim: int) -> None:
-    tuning = choose_tuning(heads=heads, head_dim=head_dim, keys=4103)
+def test_splits_fill_the_chip_once(heads: int, warpgroups: int, head_dim: int) -> None:
+    tuning = choose_tuning(heads=heads, head_dim=head_dim, keys=4103, warpgroups=warpgroups)
     tiles = -(-4103 // tuning.tile)
-    assert tuning.splits == 1 or tuning.splits * heads <= 132  # fused splits wait for each other: all must be resident
+    blocks = heads * warpgroups // tuning.warpgroups
+    # Fused splits wait for each other: all have to be resident.
+    assert tuning.splits == 1 or tuning.splits * blocks <= 132
     assert tuning.splits <= tiles
-    most = max(1, min(132 // heads, tiles, 64))
+    most = max(1, min(132 // blocks, tiles, 64))
     longest = -(-tiles // most)  # with all multiprocessors
-    two = longest == 1 and tuning.merge == "fused" and 1 < heads
-    assert -(-tiles // tuning.splits) == (2 if two else longest)
+    assert -(-tiles // tuning.splits) == longest or (tuning.splits, tuning.merge) == (16, "fused")
 
 
 @pytest.mark.parametrize(
-    "heads, head_dim, keys, splits, merge",
+    "heads, head_dim, keys, splits, merge, warpgroups",
     [
-        (1, 128, 4103, 33, "kernel"),
-        (4, 128, 4103, 17, "fused"),
-        (4, 64, 4103, 17, "fused"),
-        (4, 256, 4103, 33, "kernel"),
-        (5, 128, 4103, 17, "fused"),
-        (8, 128, 4103, 11, "fused"),
-        (32, 128, 4103, 4, "fused"),
-        (64, 128, 4103, 2, "fused"),
-        (256, 128, 4103, 1, "fused"),
-        (1, 128, 300, 3, "fused"),
-        (4, 128, 2048, 16, "fused"),
-        (4, 128, 32768, 32, "kernel"),
-        (4, 128, 131072, 32, "kernel"),
+        (1, 128, 4103, 33, "kernel", 1),
+        (4, 128, 4103, 16, "fused", 1),
+        (4, 64, 4103, 16, "fused", 1),
+        (5, 128, 4103, 16, "fused", 2),
+        (8, 128, 4103, 16, "fused", 2),
+        (32, 128, 4103, 4, "fused", 2),
+        (64, 128, 4103, 2, "fused", 2),
+        (256, 128, 4103, 1, "fused", 2),
+        (1, 128, 300, 3, "fused", 1),
+        (4, 128, 2048, 16, "fused", 1),
+        (4, 128, 32768, 32, "kernel", 2),
+        (4, 128, 131072, 32, "kernel", 2),
     ],
 )
-def test_the_choice_of_splits(heads: int, head_dim: int, keys: int, splits: int, merge: str) -> None:
+def test_the_choice_of_splits(
+    heads: int, head_dim: int, keys: int, splits: int, merge: str, warpgroups: int
+) -> None:  # fmt: skip
     tuning = choose_tuning(heads=heads, head_dim=head_dim, keys=keys)
-    assert (tuning.splits, tuning.merge) == (splits, merge)
+    assert (tuning.splits, tuning.merge, tuning.warpgroups) == (splits, merge, warpgroups)
+
+
+@pytest.mark.parametrize(
+    "batch, heads, entries, window, evict_first",
+    [
+        (8, (64, 4), 128, 4096, True),
+        (1, (64, 4), 128, 4096, False),  # two blocks read the same keys
+        (64, (64, 4), 128, 4096, False),  # no splits
+        (64, (16, 1), 128, 4096, True),
+        (8, (64, 4), 512, None, False),  # many times the cache
+    ],
+)
+def test_what_leaves_the_cache_first(
+    batch: int, heads: tuple, entries: int, window: int | None, evict_first: bool
+) -> None:  # fmt: skip
+    q, _, _, kp, _, table, *_ = abstract(batch, 8, heads, 128, 64, entries)
+    assert plan(describe(q, kp, table, window=window, scale=1.0, block=False)).evict_first == evict_first

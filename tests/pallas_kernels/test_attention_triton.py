@@ -50,8 +50,8 @@ def test_attend_compiles(head_dim: int, capability: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page, entries", [(16, 17), (16, 1), (64, 17), (64, 1), (256, 5)])
-@pytest.mark.parametrize("one_loop", [True, False])
-def test_copies_of_tiles_to_come_are_under_way(page: int, entries: int, one_loop: bool) -> None:
+@pytest.mark.parametrize("one_loop, stages", [(True, 3), (True, 4), (False, 3)])
+def test_copies_of_tiles_to_come_are_under_way(page: int, entries: int, one_loop: bool, stages: int) -> None:
     pytest.importorskip("triton", reason="triton is not installed: dspark-jax[triton]")
     from pallas_kernels.windowed_decode import triton_kernel
 
@@ -61,9 +61,10 @@ def test_copies_of_tiles_to_come_are_under_way(page: int, entries: int, one_loop
         **SHAPE, DIM=128, DIM_PADDED=128, PAGE=page, ENTRIES=entries, REACH=100, SCALE_LOG2=0.1, HAS_BLOCK=False,
         CAUSAL=False, SPLITS=1, CHUNKS=1, ROWS=128, TILE=64, BLOCK_TILE=16, ONE_LOOP=one_loop,
     )  # fmt: skip
-    made = compiled(triton_kernel.attend, 90, pointers, constants, num_warps=8, num_stages=4)
+    made = compiled(triton_kernel.attend, 90, pointers, constants, num_warps=8, num_stages=stages)
     waits = re.findall(r"async_wait %[^{]*{num = (\d+)", made.asm["ttgir"])
-    assert set(waits) == {"4"}, "each tile waits for its own keys and values, and leaves those of two more under way"
+    under_way = str(2 * (stages - 2))  # keys and values of the tiles to come
+    assert set(waits) == {under_way}, "each tile waits for its own keys and values alone"
 
 
 @pytest.mark.slow
@@ -79,3 +80,21 @@ def test_merges_compile(capability: int) -> None:
     pointers = {f"{name}_ptr": BF16 for name in ("out", "q", "k", "v", "new_out")} | dict(lse_ptr=F32, new_lse_ptr=F32)
     constants = dict(**SHAPE, DIM=128, DIM_PADDED=128, REACH=4096, SCALE_LOG2=0.1, ROWS=64, TILE=16)
     assert compile_for(block_merge.merge_future_block, capability, pointers, constants, warps=4)
+
+
+@pytest.mark.parametrize(
+    "heads, keys, block, rows, stages, one_loop",
+    [
+        (256, 4103, False, 128, 3, True),
+        (256, 4103, True, 128, 3, False),  # a block's own keys: borders apart
+        (32, 4103, False, 128, 3, True),
+        (4, 4103, False, 64, 4, True),  # few heads: twice as many programs
+        (4, 32768, False, 128, 3, True),
+        (256, 70, False, 128, 3, True),
+    ],
+)
+def test_the_choice_of_a_tuning(heads: int, keys: int, block: bool, rows: int, stages: int, one_loop: bool) -> None:
+    from pallas_kernels.windowed_decode.triton import choose_tuning
+
+    tuning = choose_tuning(rows=128, heads=heads, head_dim=128, keys=keys, block=block, multiprocessors=132)
+    assert (tuning.rows, tuning.stages, tuning.one_loop) == (rows, stages, one_loop)
