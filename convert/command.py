@@ -1,6 +1,7 @@
 """What the two command lines share: sizes as arguments, and errors as sentences and exit statuses."""
 
 import argparse
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -23,6 +24,8 @@ def carry_out(work: Callable[[], None], destination: Path, *, interrupted: str) 
     if "jax" not in sys.modules:
         # Nothing is computed on a device; do not take the memory of one.
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    # A failed read is one sentence, not the traceback of every array that was being read beside it.
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     try:
         work()
     except ConversionError as e:

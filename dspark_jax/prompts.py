@@ -73,6 +73,8 @@ def read_prompt_lines(file: Path) -> list[str | list[int]]:
                 f'{file}:{number} is not valid JSON ({error}); every line is {{"prompt": text}} or {{"tokens": [ids]}}'
             ) from error
         if isinstance(entry, dict) and isinstance(entry.get("tokens"), list):
+            if not all(type(token) is int and token >= 0 for token in entry["tokens"]):
+                raise ValueError(f"{file}:{number} must hold token ids, integers from 0, found {entry['tokens']!r}")
             prompts.append(entry["tokens"])
         elif isinstance(entry, dict) and isinstance(entry.get("prompt"), str):
             prompts.append(entry["prompt"])

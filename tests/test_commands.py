@@ -392,9 +392,12 @@ def test_evaluate_errors_are_one_line(call, checkpoint, bare, tmp_path):
     status, _, err = evaluate_("--num-draft-tokens", "1")
     assert status == 1 and err == "error: prompt 0 holds token 512, outside the vocabulary of 512\n"
     prompts.write_text('{"tokens": ["a"]}\n')
-    with cases.unchecked():
-        status, _, err = evaluate_("--num-draft-tokens", "1")
-    assert status == 1 and "flat list of token ids" in err and err.count("\n") == 1
+    assert fails(
+        evaluate_("--num-draft-tokens", "1"), "prompts.jsonl:1 must hold token ids, integers from 0, found ['a']"
+    )
+    prompts.write_text('{"tokens": [1]}\n')
+    output = tmp_path / "missing" / "figures.json"
+    assert fails(evaluate_("--num-draft-tokens", "1", "--output", output), f"there is no folder {output.parent}")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import logging
 import sys
 from collections.abc import Sequence
 
@@ -25,6 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         module.add_arguments(command)
         command.set_defaults(run=module.run)
     options = parser.parse_args(arguments)
+    # A failed read is one sentence, not the traceback of every array that was being read beside it.
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     try:
         return options.run(options)
     except BrokenPipeError:

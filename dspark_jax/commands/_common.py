@@ -40,8 +40,8 @@ def describe(stats: AcceptanceStats) -> str:
         return "no draft was verified" if stats.acceptance_histogram.shape[-1] > 1 else ""
     rates = "  ".join(f"{rate:.2f}" for rate in s["acceptance_rate_per_position"])
     return (
-        f"acceptance length   {s['mean_acceptance_length']:.2f} tokens a verify step "
-        f"({s['num_accepted_draft_tokens']} of {s['num_draft_tokens']} drafts accepted, {s['num_spec_steps']} steps)\n"
-        f"accepted by slot    {rates}\n"
+        f"acceptance length   {s['mean_acceptance_length']:.2f} tokens a verify step ({s['num_accepted_draft_tokens']} "
+        f"of {s['num_draft_tokens']} drafts accepted in {s['num_spec_steps']} steps)\n"
+        f"accepted by slot    {rates}  of the steps that drafted it; the end of a text may shorten a block\n"
         f"steps by accepted   {'  '.join(map(str, s['acceptance_histogram']))}"
     )

@@ -68,7 +68,8 @@ def run(options: argparse.Namespace) -> int:
         print()
     stats = jax.tree.map(lambda *counts: sum(counts), *parts)
     print(f"\n--- drafts, temperature {options.temperature:g}, top-p {options.top_p:g}\n{describe(stats)}")
-    print(f"tokens a verify step {float(stats.total().mean_emitted_length):.2f} (cut at the end of the budget)")
+    emitted = float(stats.total().mean_emitted_length)
+    print(f"tokens a verify step {emitted:.2f} in the text, whose end cuts the last block")
     batches = [(*ds.pad_prompts([p]), ds.request_keys([options.seed + i])) for i, p in enumerate(prompts)]
     print(
         f"\n--- speed: the same {len(prompts)} prompts one after another, {options.max_new_tokens} tokens each, "

@@ -90,6 +90,8 @@ def run(options: argparse.Namespace) -> int:
     runs = runs_of(options.draft, options.verify)
     if options.passes < 1 or options.batch_size < 1:
         raise ValueError("--passes and --batch-size must be at least 1")
+    if options.output is not None and not options.output.parent.is_dir():
+        raise ValueError(f"--output {options.output}: there is no folder {options.output.parent}; make it first")
     import dspark_jax as ds
     from dspark_jax.entropy import continuation_entropy
     from dspark_jax.measurement import batches, recording

@@ -57,12 +57,12 @@ def cells(study: dict[str, Any], **wanted: Any) -> list[dict[str, Any]]:
     return [c for c in study["cells"] if all(c[k] == v for k, v in wanted.items())]
 
 
-def conditions(study: dict[str, Any]) -> str:
+def conditions(study: dict[str, Any], with_top_p: bool = True) -> str:
     """One line that says what was measured."""
     s = study["settings"]
     return (
         f"{study['checkpoint']['name']}: {s['prompts']} held-out prompts, {s['max_new_tokens']} new tokens, "
-        f"temperature {s['temperature']:g}, top-p {s['top_p']:g}"
+        f"temperature {s['temperature']:g}" + f", top-p {s['top_p']:g}; bars are 95 % over prompts" * with_top_p
     )
 
 
@@ -72,12 +72,14 @@ def errors(values: list[float], intervals: list[list[float]]) -> np.ndarray:
     return np.stack([np.asarray(values) - low, high - np.asarray(values)]).clip(0)
 
 
-def panels(count: int, study: dict[str, Any], title: str, width: float | None = None, **options: Any):
+def panels(
+    count: int, study: dict[str, Any], title: str, width: float | None = None, with_top_p: bool = True, **options: Any
+):
     """A figure with a row of plots, a title, and the conditions under it."""
     width = width or (7.2 if count == 1 else 10.5)
     picture, axes = plt.subplots(1, count, figsize=(width, 4.4), layout="constrained", **options)
     picture.suptitle(f"{title}\n", fontsize=12, fontweight="bold")
-    picture.text(0.5, 0.925, conditions(study), ha="center", fontsize=8.5, color="#555555")
+    picture.text(0.5, 0.925, conditions(study, with_top_p), ha="center", fontsize=8.5, color="#555555")
     for axis in np.atleast_1d(axes):
         axis.grid(axis="y", color="#dddddd", linewidth=0.8)
         axis.set_axisbelow(True)
@@ -176,7 +178,12 @@ def ablations(study: dict[str, Any]):
 def calibration(study: dict[str, Any]):
     """Confidence against what happened (standard rule, whose acceptance it was trained to foretell)."""
     laws = list(study["calibration"].items())
-    picture, axes = panels(1 + len(laws), study, "Calibration of the confidence head (ancestral drafts, standard rule)")
+    picture, axes = panels(
+        1 + len(laws),
+        study,
+        "Calibration of the confidence head (ancestral drafts, standard rule)",
+        with_top_p=False,
+    )
     slots = len(laws[0][1]) if laws else 0
     colors = plt.cm.viridis(np.linspace(0, 0.9, slots))
     for axis, (law, rows) in zip(np.atleast_1d(axes), laws, strict=False):
