@@ -35,7 +35,7 @@ def evict_first() -> None:
 
 def hint_copies(block: Any) -> None:
     """Gives all copies of a block that have no hint one."""
-    for copy in list(_copies(block)):
+    for copy in list(plain_copies(block)):
         with ir.InsertionPoint(copy):
             policy = utils.c(EVICT_FIRST, ir.IntegerType.get_signless(64))
             if copy.name == COPY:
@@ -56,12 +56,13 @@ def _assembly(operation: Any) -> str:
     return ir.StringAttr(operation.attributes["asm_string"]).value
 
 
-def _copies(block: Any) -> Iterator[Any]:
+def plain_copies(block: Any) -> Iterator[Any]:
+    """The copies of a block, and of blocks in it, that have no hint."""
     for op in block.operations:
         operation = op.operation
         for region in operation.regions:
             for inner in region.blocks:
-                yield from _copies(inner)
+                yield from plain_copies(inner)
         if operation.name == COPY:
             if op.l2CacheHint is None:
                 yield operation

@@ -1,7 +1,7 @@
 """What one thread block of the Mosaic kernel works on, and its memory warpgroup, which keeps the copy engine busy."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,8 +15,7 @@ TABLE_PIECE = 256  # entries of a page table that the copy engine takes at once
 
 
 class Share:
-    """One thread block's share of the work, while it is traced: a row, a KV head, a split of its keys, some queries;
-    or several of them, one after the other.
+    """One thread block's share of the work, while it is traced: a row, a KV head, a split of its keys, some queries.
 
     Names of refs: `self.g` global memory, `self.s` shared memory and barriers.
     """
@@ -25,29 +24,8 @@ class Share:
         self, problem: Problem, tuning: Tuning, refs: dict[str, Any], shared: dict[str, Any], interpret: Any
     ) -> None:
         self.p, self.t, self.g, self.s, self.interpret = problem, tuning, refs, shared, interpret
-        if tuning.blocks:
-            self.items = lax.div(problem.heads - 1 - lax.axis_index("block"), jnp.int32(tuning.blocks)) + 1
-
-    def item(self, i: Any) -> tuple[Any, Any, Any, Any]:
-        """Row, split, KV head and chunk of queries of this block's item i."""
-        if not self.t.blocks:
-            row, split, head, chunk = (lax.axis_index(x) for x in ("row", "split", "head", "chunk"))
-            return row, split, head, chunk
-        heads, chunks = jnp.int32(self.p.kv_heads), jnp.int32(self.p.chunks)
-        number = lax.axis_index("block") + i * self.t.blocks
-        head = lax.div(number, chunks)
-        return lax.div(head, heads), number * 0, lax.rem(head, heads), lax.rem(number, chunks)
-
-    def each_item(self, serve: Callable[[Any], None]) -> Any:
-        """`serve(i)`, which has to `locate` the item, for each; self.done: tiles of those before. The sum of tiles."""
-
-        def one(i: Any, done: Any) -> Any:
-            self.done = done
-            self.row, self.split, self.head, self.chunk = self.item(i)
-            serve(i)
-            return done + self.count
-
-        return lax.fori_loop(0, self.items, one, jnp.int32(0)) if self.t.blocks else one(0, 0)
+        self.row, self.split, self.head, self.chunk = (lax.axis_index(x) for x in ("row", "split", "head", "chunk"))
+        self.block_keys_here = self.split == tuning.splits - 1
 
     def locate(self) -> None:
         """The keys [start, stop) of this split in `count` tiles, and what the queries of this chunk can see."""
@@ -66,44 +44,27 @@ class Share:
         self.count = lax.div(self.stop - self.start + (tile - 1), jnp.int32(tile))
 
     def slot(self, step: Any) -> Any:
-        return lax.rem(self.done + step, jnp.int32(self.t.stages))
+        return lax.rem(step, jnp.int32(self.t.stages))
 
 
 class Memory(Share):
     """The memory warpgroup."""
 
     def run(self) -> None:
-        s, stages = self.s, self.t.stages
-        total = self.each_item(self.load_item)
-        self.done = 0
-
-        @gpu.loop(jnp.maximum(total - stages, 0), total)
-        def _drain(step: Any) -> None:  # every phase of a barrier is waited for, as the interpreter demands
-            gpu.barrier_wait(s["k_free"].at[self.slot(step)])
-            gpu.barrier_wait(s["v_free"].at[self.slot(step)])
-
-        if "block_free" in s:
-            gpu.barrier_wait(s["block_free"])
-
-    def load_item(self, i: Any) -> None:
         p, g, s, stages = self.p, self.g, self.s, self.t.stages
         zero = self.row * 0  # a start that is not static: rows past the array are filled with zeros
         if "table" in s:
-            if self.t.blocks:
-                gpu.commit_shared()  # the table of the item before has been read
             for start in range(0, p.table_entries, TABLE_PIECE):
                 piece = min(TABLE_PIECE, p.table_entries - start)
                 source = g["table"].at[gpu.ds(self.row * p.entries + start, piece)]
                 gpu.copy_within(source, s["table"].at[gpu.ds(start, piece)], s["table_ready"])
         if p.block:
 
-            @gpu.when(self.split == self.t.splits - 1)
+            @gpu.when(self.block_keys_here)
             def _block_keys() -> None:
-                if "block_free" in s:
-                    gpu.when(i > 0)(lambda: gpu.barrier_wait(s["block_free"]))
-                for which, name in enumerate(("k_block", "v_block")):
+                for i, name in enumerate(("k_block", "v_block")):
                     source = g[name].at[self.row, gpu.ds(zero, gpu.ROWS), self.head]
-                    gpu.copy_to_shared(source, s[name], s["block_ready"].at[which])
+                    gpu.copy_to_shared(source, s[name], s["block_ready"].at[i])
 
         self.locate()
         if "table" in s:
@@ -116,9 +77,14 @@ class Memory(Share):
                 slot, pages = self.slot(step), self.pages(step)
                 for kind in ("k", "v"):
                     free, ready = (s[f"{kind}_{state}"].at[slot] for state in ("free", "ready"))
-                    gpu.when(self.done + step >= stages)(functools.partial(gpu.barrier_wait, free))
+                    gpu.when(step >= stages)(functools.partial(gpu.barrier_wait, free))
                     for source, rows in self.pieces(kind, step, pages):
                         gpu.copy_to_shared(source, s[kind].at[slot, rows], ready)
+
+            @gpu.loop(jnp.maximum(self.count - stages, 0), self.count)
+            def _drain(step: Any) -> None:  # every phase of a barrier is waited for, as the interpreter demands
+                gpu.barrier_wait(s["k_free"].at[self.slot(step)])
+                gpu.barrier_wait(s["v_free"].at[self.slot(step)])
 
     def position(self, step: Any, piece: int) -> Any:
         return self.start + step * self.t.tile + piece * self.p.page

@@ -7,7 +7,6 @@ tiles at the edges of what is visible are masked.
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -75,7 +74,7 @@ def _launch(problem: Problem, tuning: Tuning, interpret: Any, *args: Any) -> tup
 
     tiles = functools.partial(gpu.tiled, dtype=p.dtype)
     scratch = dict(
-        q=tiles((warpgroups * (2 if tuning.blocks else 1), gpu.ROWS, p.head_dim)),
+        q=tiles((warpgroups, gpu.ROWS, p.head_dim)),
         k=tiles((tuning.stages, tuning.tile, p.head_dim)),
         v=tiles((tuning.stages, tuning.tile, p.head_dim)),
         lse=gpu.SMEM((warpgroups, gpu.ROWS), jnp.float32),
@@ -92,8 +91,6 @@ def _launch(problem: Problem, tuning: Tuning, interpret: Any, *args: Any) -> tup
     if p.block:
         rows = (gpu.ROWS, p.head_dim)
         scratch.update(k_block=tiles(rows), v_block=tiles(rows), block_ready=gpu.Barrier(num_barriers=2))
-        if tuning.blocks:
-            scratch.update(block_free=gpu.Barrier(num_arrivals=warpgroups))
     if fused:
         scratch.update(merged=gpu.SMEM((warpgroups, gpu.ROWS, tuning.fused_columns(p.head_dim)), p.dtype))
 
@@ -130,9 +127,7 @@ def _launch(problem: Problem, tuning: Tuning, interpret: Any, *args: Any) -> tup
         name="block_attention" if p.block else "windowed_decode",
         out_type=outputs,
         # The last axis varies fastest: blocks that read the same pages, then the heads of a row, start together.
-        grid={"block": min(tuning.blocks, p.heads)}
-        if tuning.blocks
-        else {"row": p.batch, "split": splits, "head": p.kv_heads, "chunk": p.chunks},
+        grid={"row": p.batch, "split": splits, "head": p.kv_heads, "chunk": p.chunks},
         scratch=scratch,
         warpgroups=warpgroups + 1,
         interpret=interpret,
@@ -149,59 +144,35 @@ class Compute(Share):
     def __init__(self, *share: Any) -> None:
         super().__init__(*share)
         self.warpgroup = lax.axis_index("warpgroup")
+        self.heads = gpu.ds(self.head * self.p.group, self.p.group)
         self.turns = self.p.warpgroups == 2
 
     def run(self) -> None:
-        if self.t.blocks:
-            self.load_queries(0)
-        self.each_item(self.attend_item)
-        gpu.wait_until_read()
-
-    def attend_item(self, i: Any) -> None:
         p, s = self.p, self.s
-        if not self.t.blocks:
-            self.load_queries(0)
-        self.q = self.queries(i)
+        self.q = s["q"].at[self.warpgroup]
+        self.load_queries()
         self.locate()
         state = softmax.start(p.head_dim)
         gpu.barrier_wait(s["q_ready"].at[self.warpgroup])
         if p.block:
-            here = self.split == self.t.splits - 1
-            state = lax.fori_loop(0, jnp.where(here, 1, 0), lambda _, x: self.block_tile(x), state)
-        state = self.page_tiles(state)
-        if self.t.blocks:
-            gpu.wait_until_read()  # results of the item before, whose place the next item's queries take
-            gpu.when(i + 1 < self.items)(lambda: self.load_queries(i + 1))
-        self.store(*softmax.finish(state))
+            state = lax.fori_loop(0, jnp.where(self.block_keys_here, 1, 0), lambda _, x: self.block_tile(x), state)
+        self.store(*softmax.finish(self.page_tiles(state)))
+        gpu.wait_until_read()
 
-    def queries(self, i: Any) -> Any:
-        """This warpgroup's shared memory for the queries of item i, and then for its results."""
-        place = self.warpgroup
-        if self.t.blocks:
-            place += lax.rem(jnp.int32(i), jnp.int32(2)) * self.p.warpgroups
-        return self.s["q"].at[place]
+    def query(self, i: int) -> Any:
+        """Number, within the block of K, of this warpgroup's query i."""
+        return (self.chunk * self.p.warpgroups + self.warpgroup) * self.p.queries_per_warpgroup + i
 
-    def load_queries(self, i: Any) -> None:
-        """Starts to load the queries of item i."""
-        p, ready, target = self.p, self.s["q_ready"].at[self.warpgroup], self.queries(i)
-        row, _, head, chunk = self.item(i)
+    def load_queries(self) -> None:
+        p, ready = self.p, self.s["q_ready"].at[self.warpgroup]
+        for i in range(p.queries_per_warpgroup):
+            rows = self.q.at[gpu.ds(i * p.group, p.group)]
 
-        def copy(query: Any, rows: Any) -> None:
-            gpu.copy_to_shared(self.g["q"].at[row, query, gpu.ds(head * p.group, p.group)], target.at[rows], ready)
+            @gpu.when(self.query(i) < p.queries)
+            def _copy(i: int = i, rows: Any = rows) -> None:
+                gpu.copy_to_shared(self.g["q"].at[self.row, self.query(i), self.heads], rows, ready)
 
-        self.each_query(chunk, copy, lambda: gpu.barrier_arrive(ready))
-
-    def first_query(self, chunk: Any) -> Any:
-        """Number, within the block of K, of this warpgroup's first query."""
-        return (chunk * self.p.warpgroups + self.warpgroup) * self.p.queries_per_warpgroup
-
-    def each_query(self, chunk: Any, run: Callable[..., None], instead: Callable[[], None] | None = None) -> None:
-        """`run(query, its rows)` for this warpgroup's queries of a chunk, `instead()` for those that there are not."""
-        for i in range(self.p.queries_per_warpgroup):
-            query, rows = self.first_query(chunk) + i, gpu.ds(i * self.p.group, self.p.group)
-            gpu.when(query < self.p.queries)(functools.partial(run, query, rows))
-            if instead is not None:
-                gpu.when(query >= self.p.queries)(instead)
+            gpu.when(self.query(i) >= p.queries)(lambda: gpu.barrier_arrive(ready))
 
     def block_tile(self, state: Any) -> Any:
         """The block's own keys: one tile, masked to the K that exist."""
@@ -211,7 +182,7 @@ class Compute(Share):
         key = gpu.iota((gpu.ROWS, gpu.ROWS), 1)
         visible = key < p.queries
         if p.causal or p.reach < p.queries:
-            query = lax.div(gpu.iota((gpu.ROWS, gpu.ROWS), 0), jnp.int32(p.group)) + self.first_query(self.chunk)
+            query = lax.div(gpu.iota((gpu.ROWS, gpu.ROWS), 0), jnp.int32(p.group)) + self.query(0)
             visible &= key < query + p.reach
             visible &= key > query - p.reach
             if p.causal:
@@ -220,8 +191,6 @@ class Compute(Share):
         weights, (values, maximum, total) = softmax.weigh(scores, state, p.scale, p.dtype)
         gpu.barrier_wait(s["block_ready"].at[1])
         values = gpu.add_dot(values, weights, s["v_block"], self.interpret)
-        if "block_free" in s:
-            gpu.barrier_arrive(s["block_free"])
         return values, maximum, total
 
     def mask(self, scores: Any, step: Any) -> Any:
@@ -316,16 +285,17 @@ class Compute(Share):
 
     def store_rows(self, source: Any, lse: Any, columns: Any, with_lse: Any) -> None:
         """One copy for each query: `source` [64, columns] and lse (base 2) to where the caller wants them."""
-        g, heads = self.g, gpu.ds(self.head * self.p.group, self.p.group)
+        p, g = self.p, self.g
         lse_rows = self.s["lse"].at[self.warpgroup]
         lse_rows[...] = lse * softmax.LN_2
         gpu.commit_shared()
+        for i in range(p.queries_per_warpgroup):
+            rows = gpu.ds(i * p.group, p.group)
 
-        def copy(query: Any, rows: Any) -> None:
-            gpu.copy_to_global(source.at[rows], g["out"].at[self.row, query, heads, columns])
+            @gpu.when(self.query(i) < p.queries)
+            def _copy(i: int = i, rows: Any = rows) -> None:
+                gpu.copy_to_global(source.at[rows], g["out"].at[self.row, self.query(i), self.heads, columns])
 
-            @gpu.when(with_lse)
-            def _() -> None:
-                gpu.copy_to_global(lse_rows.at[rows], g["lse"].at[self.row, query, heads])
-
-        self.each_query(self.chunk, copy)
+                @gpu.when(with_lse)
+                def _() -> None:
+                    gpu.copy_to_global(lse_rows.at[rows], g["lse"].at[self.row, self.query(i), self.heads])

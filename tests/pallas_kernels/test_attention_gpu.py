@@ -277,7 +277,6 @@ OTHER_TUNINGS = [
     dict(splits=3, merge="kernel", merge_columns=8),
     dict(splits=2, warpgroups=1, evict_first=True),
     dict(evict_first=True),
-    dict(blocks=7),
 ]
 
 

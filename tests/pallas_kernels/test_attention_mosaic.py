@@ -19,7 +19,7 @@ from attention_cases import (
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import _mosaic, _mosaic_softmax, windowed_decode
+from pallas_kernels import _mosaic, _mosaic_hints, _mosaic_softmax, windowed_decode
 from pallas_kernels.block_attention.mosaic_sm90 import block_attention_mosaic
 from pallas_kernels.block_merge import mosaic_sm90 as mosaic_merge
 from pallas_kernels.block_merge.mosaic_sm90 import merge_future_block_mosaic
@@ -202,7 +202,6 @@ OTHER_TUNINGS = [
     dict(evict_first=True),
     dict(splits=1, evict_first=True),
     dict(merge="kernel", merge_columns=8, warpgroups=1),
-    dict(splits=1, blocks=132),
 ]
 
 
@@ -215,6 +214,23 @@ def test_other_tunings_lower_to_cuda(tuning: dict) -> None:
         (functools.partial(block_attention_mosaic, **static, causal=False), (q, kb, vb, kp, vp, table, start)),
     ):
         assert "mosaic_gpu" in jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("evict_first", [True, False])
+def test_loads_leave_the_cache_first_when_asked(evict_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, _, _, kp, vp, table, start, length = abstract(2, 8, (16, 1), 128, 64, 16)
+    counts, right = [], _mosaic_hints.hint_copies
+
+    def counted(block) -> None:
+        plain = len(list(_mosaic_hints.plain_copies(block)))
+        right(block)
+        counts.append((plain, len(list(_mosaic_hints.plain_copies(block)))))
+
+    monkeypatch.setattr(_mosaic_hints, "hint_copies", counted)
+    run = functools.partial(mosaic_sm90.attend, window=99, scale=0.1, tuning=Tuning(evict_first=evict_first))
+    jax.jit(run).trace(q, kp, vp, table, start, length).lower(lowering_platforms=("cuda",))
+    # Each of two warpgroups loads 4 queries; a tile has 2 pages of keys and 2 of values; none is left without the hint.
+    assert (sum(plain for plain, _ in counts), sum(left for _, left in counts)) == (8 * evict_first, 0)
 
 
 # queries, heads, head size, page, entries, window, q_start, keys short of the queries, splits, columns
@@ -282,36 +298,6 @@ def test_a_mutant_of_the_cut(monkeypatch: pytest.MonkeyPatch) -> None:
         assert_close(mosaic_sm90.attend(*args, **static), expected, "bfloat16")
 
 
-def several_heads(blocks: int, **changes) -> tuple[Case, dict]:
-    """Rows of different lengths, one without a key, in chunks of queries of which the last are not full."""
-    starts, lengths = [400, 60, 300, 5], [404, 0, 250, 7]
-    case = random_case(
-        7, q_start=starts, kv_length=lengths, queries=9, heads=(32, 2), head_dim=64, page=16, window=200,
-        table_length=20, dtype="bfloat16",
-    )  # fmt: skip
-    return case, dict(window=200, scale=0.1, tuning=Tuning(blocks=blocks, **changes), interpret=RACES)
-
-
-@pytest.mark.parametrize("blocks, tile", [(3, 64), (1, 64), pytest.param(2, 128, marks=pytest.mark.slow)])
-def test_blocks_that_serve_several_heads(blocks: int, tile: int) -> None:
-    case, static = several_heads(blocks, tile=tile)
-    args = (case.q, *case.pages, case.q_start, case.kv_length)
-    assert_close(mosaic_sm90.attend(*args, **static), reference_of(REFERENCE.decode, *args, **static), "bfloat16")
-    args = (case.q, *case.block, *case.pages, case.q_start)
-    actual = block_attention_mosaic(*args, **static, causal=False)
-    assert_close(actual, reference_of(REFERENCE.block, *args, **static, causal=False), "bfloat16")
-
-
-def test_a_mutant_with_one_place_for_queries(monkeypatch: pytest.MonkeyPatch) -> None:
-    case, static = several_heads(1, tile=64)
-    static["interpret"] = _mosaic.interpreter()
-    queries = mosaic_sm90.Compute.queries
-    monkeypatch.setattr(mosaic_sm90.Compute, "queries", lambda self, i: queries(self, 0))
-    args = (case.q, *case.pages, case.q_start, case.kv_length)
-    with pytest.raises(AssertionError):
-        assert_close(mosaic_sm90.attend(*args, **static), reference_of(REFERENCE.decode, *args, **static), "bfloat16")
-
-
 REFUSED = [
     ((1, 4, (16, 1), 72, 16, 4, jnp.bfloat16), "head sizes 64, 128, 192, 256, got 72"),
     ((1, 4, (16, 1), 64, 4, 4, jnp.bfloat16), "multiple of 128 slots, got 4"),
@@ -351,7 +337,6 @@ def test_a_named_kernel_does_not_fall_back(implementation: str) -> None:
     "field, value",
     [
         *(("tile", 32), ("stages", 1), ("splits", 0), ("merge", "atomic"), ("merge_columns", 12), ("warpgroups", 3)),
-        ("blocks", -1),
     ],
 )
 def test_tuning_is_validated(field: str, value) -> None:
