@@ -5,6 +5,7 @@ each KV head (the query's own block is always one of them), and attends to the k
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from dspark_jax.attention_forms import LOOPS, Form, attend_with_kernels, first_t
 from dspark_jax.cache import key_chunk, write_rows
 from dspark_jax.config import TargetConfig
 from dspark_jax.formats import Leaf
-from dspark_jax.layers import GemmaRMSNorm, Linear, Scope, rotate
+from dspark_jax.layers import GemmaRMSNorm, Linear, Scope, project, rotate
 
 
 @jax.tree_util.register_dataclass
@@ -45,12 +46,20 @@ class Indexer(nnx.Module):
         self.config = config
 
     def __call__(
-        self, x: Float[Array, "B T H"], positions: Int[Array, "B T"], index_keys: Float[Array, "B S I"]
+        self,
+        x: Float[Array, "B T H"],
+        positions: Int[Array, "B T"],
+        index_keys: Float[Array, "B S I"],
+        projected: Sequence[Float[Array, "B T _"]] = (),
     ) -> tuple[Int[Array, "B T Hkv top_k"], Float[Array, "B S I"]]:
-        """-> blocks that each query keeps (see `select_blocks`), index keys with this call's tokens written."""
+        """-> blocks that each query keeps (see `select_blocks`), index keys with this call's tokens written.
+
+        `projected` is q_proj(x) and k_proj(x) if they are known already.
+        """
         c = self.config
-        q = self.q_norm(self.q_proj(x).reshape(*x.shape[:2], c.index_heads, c.index_head_dim), jnp.float32)
-        k = self.k_norm(self.k_proj(x)[:, :, None, :], jnp.float32)
+        q, k = projected or project(x, self.q_proj, self.k_proj)
+        q = self.q_norm(q.reshape(*x.shape[:2], c.index_heads, c.index_head_dim), jnp.float32)
+        k = self.k_norm(k[:, :, None, :], jnp.float32)
         q = rotate(q, positions, rotary_dim=c.rotary_dim, theta=c.rope_theta).astype(x.dtype)
         k = rotate(k, positions, rotary_dim=c.rotary_dim, theta=c.rope_theta).astype(x.dtype)
         index_keys = write_rows(index_keys, k[:, :, 0], positions)
@@ -206,9 +215,11 @@ class Attention(nnx.Module):
         """-> output, cache with this call's tokens written, selected blocks (None without an indexer)."""
         c = self.config
         batch, tokens, _ = x.shape
-        q = self.q_norm(self.q_proj(x).reshape(batch, tokens, c.num_heads, c.head_dim), jnp.float32)
-        k = self.k_norm(self.k_proj(x).reshape(batch, tokens, c.num_kv_heads, c.head_dim), jnp.float32)
-        v = self.v_proj(x).reshape(batch, tokens, c.num_kv_heads, c.head_dim)
+        index_projections = () if self.indexer is None else (self.indexer.q_proj, self.indexer.k_proj)
+        q, k, v, *indexed = project(x, self.q_proj, self.k_proj, self.v_proj, *index_projections)
+        q = self.q_norm(q.reshape(batch, tokens, c.num_heads, c.head_dim), jnp.float32)
+        k = self.k_norm(k.reshape(batch, tokens, c.num_kv_heads, c.head_dim), jnp.float32)
+        v = v.reshape(batch, tokens, c.num_kv_heads, c.head_dim)
         # float32 from the norm to the end of the rotation, rounded once.
         q = rotate(q, positions, rotary_dim=c.rotary_dim, theta=c.rope_theta).astype(x.dtype)
         k = rotate(k, positions, rotary_dim=c.rotary_dim, theta=c.rope_theta).astype(x.dtype)
@@ -216,7 +227,7 @@ class Attention(nnx.Module):
         if self.indexer is not None:
             if index_keys is None:
                 raise ValueError("a block-sparse layer needs index keys in its cache; make it with TargetCache.zeros")
-            blocks, index_keys = self.indexer(x, positions, index_keys)
+            blocks, index_keys = self.indexer(x, positions, index_keys, indexed)
         cache = LayerCache(
             keys=write_rows(cache.keys, k, positions),
             values=write_rows(cache.values, v, positions),

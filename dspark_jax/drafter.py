@@ -20,7 +20,7 @@ from dspark_jax.cache import DraftCache
 from dspark_jax.config import ConfigError, DrafterConfig
 from dspark_jax.heads import ConfidenceHead, make_markov_head
 from dspark_jax.kernels import Kernels
-from dspark_jax.layers import Format, GemmaRMSNorm, Linear, RMSNorm, Scope, SwigluMLP, rotate
+from dspark_jax.layers import Format, GemmaRMSNorm, Linear, RMSNorm, Scope, SwigluMLP, project, rotate
 from dspark_jax.target import Embedding
 from pallas_kernels import block_attention, merge_future_block, windowed_decode
 
@@ -56,7 +56,7 @@ class SiluMLP(nnx.Module):
         self.down_proj = Linear(scope / "down_proj", hidden_size, size, ("embed", "mlp"))
 
     def __call__(self, x: Float[Array, "*batch H"]) -> Float[Array, "*batch H"]:
-        gate, up = self.gate_proj(x).astype(jnp.float32), self.up_proj(x).astype(jnp.float32)
+        gate, up = (a.astype(jnp.float32) for a in project(x, self.gate_proj, self.up_proj))
         return self.down_proj((jax.nn.silu(gate) * up).astype(x.dtype))
 
 
@@ -87,11 +87,11 @@ class DraftAttention(nnx.Module):
         return rotate(normed, positions, rotary_dim=c.rotary_dim, theta=c.rope_theta).astype(x.dtype)
 
     def keys_values(
-        self, x: Float[Array, "B T H"], positions: Int[Array, "B T"]
+        self, k: Float[Array, "B T size"], v: Float[Array, "B T size"], positions: Int[Array, "B T"]
     ) -> tuple[Float[Array, "B T Hkv D"], Float[Array, "B T Hkv D"]]:
-        """Keys, normed and rotated, and values. Context vectors and block tokens go through the same weights."""
-        v = self.v_proj(x).reshape(*x.shape[:2], self.config.num_kv_heads, self.config.head_dim)
-        return self._heads(self.k_proj(x), self.k_norm, positions), v
+        """Keys, normed and rotated, and values, from k_proj and v_proj of context vectors or block tokens."""
+        v = v.reshape(*v.shape[:2], self.config.num_kv_heads, self.config.head_dim)
+        return self._heads(k, self.k_norm, positions), v
 
     def __call__(
         self,
@@ -104,8 +104,9 @@ class DraftAttention(nnx.Module):
         implementation: str | None,
     ) -> Float[Array, "B K H"]:
         c = self.config
-        q = self._heads(self.q_proj(x), self.q_norm, positions)
-        k, v = self.keys_values(x, positions)
+        q, k, v = project(x, self.q_proj, self.k_proj, self.v_proj)
+        q = self._heads(q, self.q_norm, positions)
+        k, v = self.keys_values(k, v, positions)
         start = positions[:, 0]
         keys, values = cache.keys[layer], cache.values[layer]
         if lowering == "decode_merge":
@@ -242,9 +243,11 @@ class DSparkDrafter(nnx.Module):
         with jax.named_scope("draft_context"):
             x = jnp.concatenate([part.astype(self.compute_dtype) for part in parts], axis=-1)
             x = self.hidden_norm(self.fc(x))
-            written = []
-            for i, layer in enumerate(self.layers):
-                k, v = layer.attention.keys_values(x, positions)
+            attentions, written = [layer.attention for layer in self.layers], []
+            # The same x in every layer: all of them together.
+            projected = project(x, *(linear for a in attentions for linear in (a.k_proj, a.v_proj)))
+            for i, attention in enumerate(attentions):
+                k, v = attention.keys_values(projected[2 * i], projected[2 * i + 1], positions)
                 written.append(cache.write_layer(i, k, v, positions))
         keys, values = zip(*written, strict=True)
         return dataclasses.replace(cache, keys=keys, values=values)

@@ -8,6 +8,7 @@ Sources: OCP Microscaling Formats (MX) v1.0 for MXFP8; NVIDIA's NVFP4 as the pub
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from pallas_kernels import quantized_matmul
+from pallas_kernels import quantized_matmul, quantized_matmuls
 
 MXFP8_BLOCK = 32
 NVFP4_BLOCK = 16
@@ -113,6 +114,28 @@ def linear(
     if isinstance(weight, MXFP8Array | NVFP4Array):
         return quantized_matmul(x, weight, implementation=implementation)
     return jnp.einsum("...i,oi->...o", x, dequantize(weight, x.dtype), precision=precision(x.dtype))
+
+
+MERGE = True  # linears of the same x share a launch; False: as many launches as linears, to compare
+
+
+def merges(implementation: str | None, *weights: Weight) -> bool:
+    """Whether a kernel may serve these weights together: MXFP8 or NVFP4, and not told to go through another."""
+    quantized = all(isinstance(weight, MXFP8Array | NVFP4Array) for weight in weights)
+    return MERGE and quantized and implementation in (None, "mosaic")
+
+
+def linears(
+    x: Float[Array, "*batch I"], weights: Sequence[Weight], *, implementation: str | None = None
+) -> tuple[Float[Array, "*batch _"], ...]:
+    """`linear` of the same x with each weight, in one launch where `pallas_kernels.quantized_matmuls` can serve."""
+    if len(weights) > 1 and merges(implementation, *weights):
+        quantized: Any = weights
+        try:
+            return quantized_matmuls(x, quantized, implementation="mosaic")
+        except NotImplementedError:  # of mixed formats, not in whole tiles, or on another device
+            pass
+    return tuple(linear(x, weight, implementation=implementation) for weight in weights)
 
 
 def quantize_mxfp8(weight: Float[Array, "*shape"]) -> MXFP8Array:

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from dspark_jax import formats
 from dspark_jax.kernels import Kernels
+from pallas_kernels import quantized_mlp
 
 Format = Literal["bf16", "f32", "mxfp8", "nvfp4/multiply", "nvfp4/divide"]
 
@@ -71,6 +72,12 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "*batch I"]) -> Float[Array, "*batch O"]:
         return formats.linear(x, self.weight.get_value(), implementation=self.kernels.linear)
+
+
+def project(x: Float[Array, "*batch I"], *linears: Linear) -> tuple[Float[Array, "*batch _"], ...]:
+    """(linear(x) for each), in one launch where a kernel can."""
+    weights = [linear.weight.get_value() for linear in linears]
+    return formats.linears(x, weights, implementation=linears[0].kernels.linear)
 
 
 def rms_normalize(
@@ -146,5 +153,11 @@ class SwigluMLP(nnx.Module):
         self.alpha, self.limit = alpha, limit
 
     def __call__(self, x: Float[Array, "*batch H"]) -> Float[Array, "*batch H"]:
-        inner = swiglu_oai(self.gate_proj(x), self.up_proj(x), alpha=self.alpha, limit=self.limit)
-        return self.down_proj(inner)
+        weights = [linear.weight.get_value() for linear in (self.gate_proj, self.up_proj, self.down_proj)]
+        if formats.merges(self.gate_proj.kernels.linear, *weights):
+            try:
+                return quantized_mlp(x, *weights, alpha=self.alpha, limit=self.limit, implementation="mosaic")
+            except NotImplementedError:  # of mixed formats, not in whole tiles, or on another device
+                pass
+        gate, up = project(x, self.gate_proj, self.up_proj)
+        return self.down_proj(swiglu_oai(gate, up, alpha=self.alpha, limit=self.limit))

@@ -1,5 +1,7 @@
 """Mixture of experts: sigmoid router with a selection bias, routed experts, one shared expert."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -25,10 +27,12 @@ class Router(nnx.Module):
         """-> experts (the lower index wins a tie) and their weights, which sum to 1."""
         logits = formats.linear(x.astype(jnp.float32), self.weight.get_value())
         scores = jax.nn.sigmoid(logits)
-        bias = self.bias.get_value().astype(jnp.float32)
-        _, experts = lax.top_k(scores + bias[None, :], self.top_k)
-        weights = jnp.take_along_axis(scores, experts, axis=-1)
-        return experts, weights / jnp.sum(weights, axis=-1, keepdims=True)
+        biased = scores + self.bias.get_value().astype(jnp.float32)[None, :]
+        _, experts = lax.top_k(biased, self.top_k)
+        chosen = jnp.take_along_axis(scores, experts, axis=-1)
+        # Written out, the sum is part of the kernel that uses the weights, and no reduction by itself.
+        total = functools.reduce(jnp.add, (chosen[:, j] for j in range(self.top_k)))
+        return experts, chosen / total[:, None]
 
 
 class Experts(nnx.Module):

@@ -7,6 +7,9 @@
     select_blocks        the best blocks of each query
     block_sparse_decode  causal attention over the selected blocks only
     quantized_matmul     x W^T with W in MXFP8 or NVFP4
+    quantized_matmuls    the same x times several weights, in one launch
+    quantized_mlp        gate, up, SwiGLU and down over such weights, in two launches
+    filter_floors        the scores that min-p, top-k and top-p keep, and their mass
     grouped_experts      a mixture of experts: gate, up, SwiGLU, down and the weighted sum, in bf16, MXFP8 or NVFP4
 
 Implementations, in the order in which `implementation=None` tries them ("mosaic" and "triton" in the order that was
@@ -29,8 +32,10 @@ measured as faster for the format and shape):
     block_sparse_decode                                    bf16, fp16; heads up to 256; at most   bf16, fp16, fp32
                                                            128 query heads a KV head and 128
                                                            blocks a query
-    quantized_matmul     bf16 rows; weights in whole       bf16 rows; every size                  bf16, fp16, fp32
-                         tiles
+    filter_floors                                          up to 8,388,608 tokens                 bf16, fp16, fp32
+    quantized_matmul,    bf16 rows; weights in whole       bf16 rows; every size                  bf16, fp16, fp32
+    quantized_matmuls,   tiles, those of a launch in one
+    quantized_mlp        format
     grouped_experts      bf16 rows; MXFP8 and NVFP4 in     bf16 rows; multiples of 16 outputs,    bf16, fp16, fp32
                          whole tiles                       of 16 (bf16), 32 (MXFP8) and 64
                                                            (NVFP4) inputs
@@ -57,18 +62,23 @@ The log-sum-exp is the natural one of the scaled scores, in float32; -inf (and o
 from pallas_kernels.block_attention.api import block_attention
 from pallas_kernels.block_merge.api import merge_future_block
 from pallas_kernels.block_sparse_decode.api import block_sparse_decode
+from pallas_kernels.filter_floors.api import FilterFloors, filter_floors
 from pallas_kernels.grouped_experts.api import grouped_experts
 from pallas_kernels.index_scores.api import index_block_scores, select_blocks
-from pallas_kernels.quantized_matmul.api import quantized_matmul
+from pallas_kernels.quantized_matmul.api import quantized_matmul, quantized_matmuls, quantized_mlp
 from pallas_kernels.windowed_decode.api import windowed_decode
 
 __all__ = [
+    "FilterFloors",
     "block_attention",
     "block_sparse_decode",
+    "filter_floors",
     "grouped_experts",
     "index_block_scores",
     "merge_future_block",
     "quantized_matmul",
+    "quantized_matmuls",
+    "quantized_mlp",
     "select_blocks",
     "windowed_decode",
 ]

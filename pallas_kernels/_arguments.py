@@ -32,6 +32,15 @@ def check_scale(scale: Any, head_dim: int) -> float:
     return scale
 
 
+def check_constant(name: str, value: Any) -> float:
+    """`value` as a Python float."""
+    if isinstance(value, bool | jax.Array) or not hasattr(value, "__float__"):
+        raise TypeError(f"{name} must be a Python float, got {type(value).__name__}: it is part of the program.")
+    if not math.isfinite(value := float(value)):
+        raise ValueError(f"{name} must be finite, got {value}.")
+    return value
+
+
 def check_block_size(block_size: Any) -> int:
     """`block_size` as a Python int."""
     if isinstance(block_size, bool | jax.Array) or not hasattr(block_size, "__index__"):

@@ -10,8 +10,10 @@ A bfloat16 or float32 [64, n] array in the layout of wgmma: thread 32 w + 4 r + 
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental.mosaic.gpu import fragmented_array, utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm, vector
@@ -79,14 +81,23 @@ prmt.b32 $1, t, 0, 0x3232;
 BOTH, SMALLEST = 0x0080_0080, 0x0040_0040  # scale byte 1 and 0, 2^-126 and 2^-127, in both halves of a register
 
 
-def reorder(form: Format, x: Any) -> Any:
+def reorder(form: Format, x: Any, *, rows: int | None = None) -> Any:
     """x [..., K] in the order in which the kernel multiplies along K; K a multiple of 64 for MXFP8, 128 for NVFP4.
 
     Thread q of 4 holds 16 consecutive bytes of a slab of 64, and the layout gives it columns 2 q and 2 q + 1 of each 8:
-    pairs j of the inputs of thread q and thread q of pairs j are swapped, which XLA fuses into what makes x.
+    pairs j of the inputs of thread q and thread q of pairs j are swapped. x [n, K] gets zeros up to `rows` rows.
     """
-    pairs = x.reshape(*x.shape[:-1], -1, 4, 8 * form.per_byte, 2)
-    return pairs.swapaxes(-2, -3).reshape(x.shape)
+    slabs = (-1, 4, 8 * form.per_byte)
+    if not isinstance(x, jax.Array) or x.dtype.itemsize != 2:
+        assert rows is None
+        return x.reshape(*x.shape[:-1], *slabs, 2).swapaxes(-2, -3).reshape(x.shape)
+    # Of 32-bit words XLA makes an elementwise kernel that reads and writes whole lines; of pairs, and of words that
+    # become pairs before they become rows, a transposition through shared memory, several times slower.
+    words = lax.bitcast_convert_type(x.reshape(*x.shape[:-1], -1, 2), jnp.uint32)
+    if rows is not None and rows > x.shape[0]:
+        words = jnp.pad(words, ((0, rows - x.shape[0]), (0, 0)))
+    swapped = words.reshape(*words.shape[:-1], *slabs).swapaxes(-1, -2).reshape(words.shape)
+    return lax.bitcast_convert_type(swapped, x.dtype).reshape(*words.shape[:-1], x.shape[-1])
 
 
 def weights(
@@ -154,10 +165,11 @@ def get(ref: Any, shape: tuple[int, int]) -> Any:
     return load(ref)
 
 
-def store_transposed(ref: Any, values: Any, *, stride: int) -> None:
+def store_transposed(ref: Any, values: Any, *, stride: int, order: Format | None = None) -> None:
     """values [64, n] float32, transposed and rounded, to global bfloat16 [m <= n, 64] with rows `stride` apart.
 
-    Columns of `values` from m on are left out.
+    Columns of `values` from m on are left out. With an `order` its rows go where `reorder` puts the inputs of a slab;
+    of a slab of NVFP4, twice as long, they are the first half, and `ref` starts 4 columns later for the second.
     """
     rows = ref.shape[0]
 
@@ -166,6 +178,9 @@ def store_transposed(ref: Any, values: Any, *, stride: int) -> None:
         row, q = _row_and_quarter()
         base = utils.memref_ptr(ref)
         space = utils.get_memref_llvm_address_space(ir.MemRefType(ref.type)) or 0
+        if order is not None:
+            row = _place(order, row)
+        apart = 16 if order is None else 64  # bytes from the row of a thread to the one 8 rows on
         start = _add(_multiply(q, 4 * stride), _multiply(row, 2))
         for i, pair in enumerate(values.astype(ir.BF16Type.get()).registers.flat):
             column, h = divmod(i, 2)
@@ -173,7 +188,7 @@ def store_transposed(ref: Any, values: Any, *, stride: int) -> None:
                 first = 8 * column + e  # the column of thread q = 0; that of q is first + 2 q
                 if first >= rows:
                     continue
-                at = _address(base, _add(start, _i32(2 * first * stride + 16 * h)), space)
+                at = _address(base, _add(start, _i32(2 * first * stride + apart * h)), space)
                 value = vector.extract(pair, [], [e])
                 if first + 6 < rows:
                     llvm.store(value, at, alignment=2)
@@ -181,6 +196,19 @@ def store_transposed(ref: Any, values: Any, *, stride: int) -> None:
                     _store_if(q, (rows - first + 1) // 2, value, at)
 
     store(ref, values)
+
+
+def _place(order: Format, row: Any) -> Any:
+    """Where `reorder` puts row 16 w + r, r < 8, of a slab.
+
+    `reorder` takes 2 j + o of thread q's 16 or 32 to 8 j + 2 q + o.
+    """
+    w, odd, pair = arith.shrui(row, _i32(4)), arith.andi(row, _i32(1)), arith.andi(row, _i32(6))
+    place = _add(_multiply(pair, 4), odd)
+    if order is MXFP8:  # q = w
+        return _add(place, _multiply(w, 2))
+    # q = w / 2, and j is 8 more in odd warps.
+    return _add(place, _add(_multiply(arith.shrui(w, _i32(1)), 2), _multiply(arith.andi(w, _i32(1)), 64)))
 
 
 def _store_if(q: Any, below: int, value: Any, at: Any) -> None:

@@ -5,12 +5,14 @@ registers, where it is made from its bytes, and is read once for up to 256 rows.
 warpgroup) x (`tokens` rows of x) in turn. One more warpgroup keeps the copy engine busy with codes, scales and x; the
 others compute, `split` of them sharing a tile by every split-th step along K. x has to be in the order of `reorder`.
 
-    linear    `multiply(x, [weight])`
+    linear    `multiply(x, [weight, ...])`: the outputs of one weight after those of the other
     grouped   `multiply(x, [weight [E, ...]], experts=int32 [1 + tiles])`: the rows of x gathered so that those of a
               tile, `tokens` of them, belong to one expert; experts[0] is how many tiles are used, then comes the expert
               of each
     SwiGLU    `multiply(x, [gate, up], swiglu=Swiglu(...))`: two warpgroups of a tile make gate and up, one of them the
               product; with or without experts
+
+With `order` the next kernel's x comes out in the order in which that kernel reads it.
 """
 
 from collections.abc import Sequence
@@ -21,7 +23,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import _mosaic as gpu
 from pallas_kernels._mosaic_fragments import reorder
-from pallas_kernels._quantized import Operands
+from pallas_kernels._quantized import MXFP8, Format, Operands
 from pallas_kernels._quantized_mosaic_block import Block, Problem
 from pallas_kernels._quantized_mosaic_tiling import Swiglu, Tiling, plan, scale_steps, shared_memory_bytes
 
@@ -36,6 +38,7 @@ def multiply(
     rows: int | None = None,
     experts: jax.Array | None = None,
     swiglu: Swiglu | None = None,
+    order: Format | None = None,
     multiprocessors: int = 132,
     name: str = "quantized_matmul",
     interpret: Any = None,
@@ -44,29 +47,39 @@ def multiply(
 
     Args:
       x: bfloat16 [blocks * tokens, in], in the order of `reorder`.
-      weights: one weight, or gate and up if there is a `swiglu`; codes [out, ...], or [E, out, ...] with `experts`.
+      weights: gate and up if there is a `swiglu`, else any number without and one with `experts`, of one format and
+        input size; codes [out, ...], or [E, out, ...] with `experts`.
       rows: rows of the result if x has only one tile; those after are not written. None: all of x.
       experts: int32 [1 + blocks]: how many tiles are used and the expert of each. Rows of unused tiles are not written.
+      order: format of the weight that reads the result: its columns are in the order of `reorder(order, result)`.
     """
     padded, inputs = x.shape
-    first, outputs = weights[0], weights[0].out_size
-    plan(first.format, tiling, inputs, outputs, swiglu is not None)
-    if len(weights) != (2 if swiglu else 1) or padded % tiling.tokens:
-        raise ValueError(f"{len(weights)} weights and {padded} rows do not fit {swiglu} and {tiling}.")
+    first, sizes = weights[0], tuple(weight.out_size for weight in weights)
+    for size in sizes:
+        plan(first.format, tiling, inputs, size, swiglu is not None)
+    uniform = {(weight.format.name, weight.in_size) for weight in weights} == {(first.format.name, inputs)}
+    fitting = len(weights) == 2 and sizes[0] == sizes[1] if swiglu else len(weights) == 1 or experts is None
+    if not uniform or not fitting or padded % tiling.tokens:
+        raise ValueError(f"weights of {sizes} outputs and {padded} rows do not fit {swiglu} and {tiling}.")
     rows = padded if rows is None else rows
     if rows != padded and padded != tiling.tokens:
         raise ValueError(f"only one tile may be cut short, got {rows} of {padded} rows with {tiling}.")
     problem = Problem(
-        form=first.format, divides=tuple(weight.format.divides for weight in weights), inputs=inputs, outputs=outputs,
+        form=first.format, divides=tuple(weight.format.divides for weight in weights), inputs=inputs, sizes=sizes,
         blocks=padded // tiling.tokens, rows=rows, steps_a_scale=scale_steps(first.format, tiling, inputs),
-        swiglu=swiglu, grouped=experts is not None, multiprocessors=multiprocessors,
+        swiglu=swiglu, order=order, grouped=experts is not None, multiprocessors=multiprocessors,
     )  # fmt: skip
+    if order is not None and problem.outputs % (gpu.ROWS * order.per_byte):
+        raise ValueError(f"{problem.outputs} outputs are not in whole slabs of {order.name}.")
     operands = [x]
     names = ["x"]
     for i, weight in enumerate(weights):
         flat = [a.reshape(-1, a.shape[-1]) for a in (weight.codes, weight.scale)]
-        operands += [*flat, weight.global_scale.reshape(-1)]
-        names += [f"codes{i}", f"scale{i}", f"global_scale{i}"]
+        operands += flat
+        names += [f"codes{i}", f"scale{i}"]
+        if weight.format is not MXFP8:  # whose ones XLA would write down in a kernel of their own
+            operands.append(weight.global_scale.reshape(-1))
+            names.append(f"global_scale{i}")
     if experts is not None:
         operands.append(experts)
         names.append("experts")
@@ -93,8 +106,8 @@ def multiply(
     return gpu.kernel(
         body,
         name=name,
-        out_type=jax.ShapeDtypeStruct((rows, outputs), jnp.bfloat16),
-        grid={"block": min(multiprocessors, p.blocks * p.tiles(t))},
+        out_type=jax.ShapeDtypeStruct((rows, p.outputs), jnp.bfloat16),
+        grid={"block": p.grid(t)},
         scratch=scratch,
         warpgroups=t.warpgroups * t.split + 1,
         interpret=interpret,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,13 +22,21 @@ class Problem:
     form: Format
     divides: tuple[bool, ...]
     inputs: int
-    outputs: int
+    sizes: tuple[int, ...]  # outputs of each weight
     blocks: int
     rows: int
     steps_a_scale: int
     swiglu: Swiglu | None
+    order: Format | None
     grouped: bool
     multiprocessors: int
+
+    @property
+    def outputs(self) -> int:
+        return self.sizes[0] if self.swiglu else sum(self.sizes)
+
+    def grid(self, tiling: Tiling) -> int:
+        return min(self.multiprocessors, self.blocks * self.tiles(tiling))
 
     def finishers(self, tiling: Tiling) -> int:
         """Warpgroups that write a tile; the others help them."""
@@ -43,6 +52,13 @@ class Problem:
     def tiles(self, tiling: Tiling) -> int:
         return self.outputs // self.features(tiling)
 
+    def sources(self, tiling: Tiling) -> list[tuple[tuple[int, ...], int, int]]:
+        """The weights that a tile reads, its own first and the tile after its last, in the order of the tiles."""
+        if self.swiglu:
+            return [((0, 1), 0, self.tiles(tiling))]
+        bounds = [0, *(end // self.features(tiling) for end in itertools.accumulate(self.sizes))]
+        return [((i,), first, end) for i, (first, end) in enumerate(itertools.pairwise(bounds))]
+
     def scale_bytes(self, tiling: Tiling) -> int:
         return self.steps_a_scale * tiling.step // self.form.block
 
@@ -53,7 +69,7 @@ class Block:
     def __init__(self, problem: Problem, tiling: Tiling, interpret: Any, refs: dict[str, Any], shared: dict[str, Any]):
         self.p, self.t, self.interpret, self.g, self.s = problem, tiling, interpret, refs, shared
         self.tiles = problem.tiles(tiling)
-        self.grid = min(problem.multiprocessors, problem.blocks * self.tiles)
+        self.grid = problem.grid(tiling)
         self.steps = problem.inputs // tiling.step
         self.computing = tiling.warpgroups * tiling.split
         self.block, self.warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
@@ -88,46 +104,54 @@ class Block:
     # The memory warpgroup.
 
     def memory(self) -> None:
-        p, t, g, s = self.p, self.t, self.g, self.s
-        copies_an_item = self.steps // p.steps_a_scale
-
-        def sources(block: Any, tile: Any, name: str) -> list[Any]:
-            """What each computing warpgroup reads of `codes` or `scale`: 64 rows."""
-            expert = g["experts"][1 + block] * p.outputs if p.grouped else 0
-            if p.swiglu:
-                return [g[f"{name}{m}"].at[gpu.ds(expert + tile * gpu.ROWS, gpu.ROWS)] for m in range(2)]
-            start = expert + tile * p.features(t)
-            return [g[f"{name}0"].at[gpu.ds(start + m * gpu.ROWS, gpu.ROWS)] for m in range(t.warpgroups)]
+        p, t = self.p, self.t
 
         @gpu.loop(0, self.items)
         def _item(item: Any) -> None:
             block, tile = self.locate(item)
-            codes, scales = (sources(block, tile, name) for name in ("codes", "scale"))
-
-            @gpu.loop(0, copies_an_item)
-            def _scales(copy: Any) -> None:
-                number = item * copies_an_item + copy
-                slot = _modulo(number, t.scale_stages)
-                gpu.when(number >= t.scale_stages)(lambda: gpu.barrier_wait(s["scale_free"].at[slot]))
-                columns = gpu.ds(copy * p.scale_bytes(t), p.scale_bytes(t))
-                for m, source in enumerate(scales):
-                    gpu.copy_to_shared(source.at[:, columns], s["scale"].at[slot, m], s["scale_ready"].at[slot])
-
-                @gpu.loop(0, p.steps_a_scale)
-                def _step(k: Any) -> None:
-                    step = copy * p.steps_a_scale + k
-                    number = item * self.steps + step
-                    slot = _modulo(number, t.stages)
-                    ready = s["ready"].at[slot]
-                    gpu.when(number >= t.stages)(lambda: gpu.barrier_wait(s["free"].at[slot]))
-                    columns = gpu.ds(step * p.form.bytes(t.step), p.form.bytes(t.step))
-                    for m, source in enumerate(codes):
-                        gpu.copy_to_shared(source.at[:, columns], s["codes"].at[slot, m], ready)
-                    rows = gpu.ds(block * t.tokens, t.tokens)
-                    gpu.copy_to_shared(g["x"].at[rows, gpu.ds(step * t.step, t.step)], s["x"].at[slot], ready)
+            for weights, first, end in p.sources(t):
+                copy = functools.partial(self.copy_item, item, block, tile - first, weights)
+                copy() if (first, end) == (0, self.tiles) else gpu.when((tile >= first) & (tile < end))(copy)
 
         self.drain("free", self.items * self.steps, t.stages)
-        self.drain("scale_free", self.items * copies_an_item, t.scale_stages)
+        self.drain("scale_free", self.items * (self.steps // p.steps_a_scale), t.scale_stages)
+
+    def copy_item(self, item: Any, block: Any, tile: Any, weights: tuple[int, ...]) -> None:
+        """All that one item reads; `tile` counts from the first of its weight."""
+        p, t, g, s = self.p, self.t, self.g, self.s
+        copies_an_item = self.steps // p.steps_a_scale
+        start = tile * p.features(t) + (g["experts"][1 + block] * p.outputs if p.grouped else 0)
+
+        def sources(name: str) -> list[Any]:
+            """What each computing warpgroup reads of `codes` or `scale`: 64 rows."""
+            if p.swiglu:
+                return [g[f"{name}{i}"].at[gpu.ds(start, gpu.ROWS)] for i in weights]
+            (i,) = weights
+            return [g[f"{name}{i}"].at[gpu.ds(start + m * gpu.ROWS, gpu.ROWS)] for m in range(t.warpgroups)]
+
+        codes, scales = sources("codes"), sources("scale")
+
+        @gpu.loop(0, copies_an_item)
+        def _scales(copy: Any) -> None:
+            number = item * copies_an_item + copy
+            slot = _modulo(number, t.scale_stages)
+            gpu.when(number >= t.scale_stages)(lambda: gpu.barrier_wait(s["scale_free"].at[slot]))
+            columns = gpu.ds(copy * p.scale_bytes(t), p.scale_bytes(t))
+            for m, source in enumerate(scales):
+                gpu.copy_to_shared(source.at[:, columns], s["scale"].at[slot, m], s["scale_ready"].at[slot])
+
+            @gpu.loop(0, p.steps_a_scale)
+            def _step(k: Any) -> None:
+                step = copy * p.steps_a_scale + k
+                number = item * self.steps + step
+                slot = _modulo(number, t.stages)
+                ready = s["ready"].at[slot]
+                gpu.when(number >= t.stages)(lambda: gpu.barrier_wait(s["free"].at[slot]))
+                columns = gpu.ds(step * p.form.bytes(t.step), p.form.bytes(t.step))
+                for m, source in enumerate(codes):
+                    gpu.copy_to_shared(source.at[:, columns], s["codes"].at[slot, m], ready)
+                rows = gpu.ds(block * t.tokens, t.tokens)
+                gpu.copy_to_shared(g["x"].at[rows, gpu.ds(step * t.step, t.step)], s["x"].at[slot], ready)
 
     def drain(self, name: str, filled: Any, slots: int) -> None:
         """Every phase of a barrier is waited for, as the interpreter demands."""
@@ -248,26 +272,47 @@ class Block:
         """Sum, factor, SwiGLU, store. With a SwiGLU parts alternate: gate, up, gate, up."""
         p, t, g = self.p, self.t, self.g
         expert = g["experts"][1 + block] if p.grouped else 0
+        left_over = 1.0 if self.interpret is not None else LEFT_OVER
 
-        def total(i: int, weight: int) -> jax.Array:
-            count = t.warpgroups if p.swiglu else 1
-            mine = parts[i::count]
-            factor = 1.0 if self.interpret is not None else LEFT_OVER
-            if p.form is not MXFP8:
-                scale = g[f"global_scale{weight}"][expert]
-                factor = jnp.float32(factor) / scale if p.divides[weight] else scale * jnp.float32(factor)
+        def factor(weight: int) -> Any:
+            if p.form is MXFP8:
+                return left_over
+            scale = g[f"global_scale{weight}"][expert]
+            return jnp.float32(left_over) / scale if p.divides[weight] else scale * jnp.float32(left_over)
+
+        def total(mine: list[jax.Array], factor: Any) -> jax.Array:
             return functools.reduce(jnp.add, mine[1:], mine[0]) * factor
 
         if p.swiglu:
-            values, start = p.swiglu(total(0, 0), total(1, 1)), tile * gpu.ROWS
+            gate, up = (total(parts[i :: t.warpgroups], factor(i)) for i in range(2))
+            values = p.swiglu(gate, up)
         else:
-            values, start = total(0, 0), tile * p.features(t) + self.place * gpu.ROWS
-        rows = min(t.tokens, p.rows)
-        out = g["out"].at[gpu.ds(block * t.tokens, rows), gpu.ds(start, gpu.ROWS)]
-        if self.interpret is not None:
-            out[...] = values[:, :rows].T.astype(jnp.bfloat16)
-        else:
-            fragments.store_transposed(out, values, stride=p.outputs)
+            own = factor(0)
+            if p.form is not MXFP8:
+                for (i,), first, _ in p.sources(t)[1:]:
+                    own = jnp.where(tile >= first, factor(i), own)
+            values = total(parts, own)
+        self.store(block, tile * p.finishers(t) + self.place, values)
+
+    def store(self, block: Any, number: Any, values: jax.Array) -> None:
+        """values [64, tokens], of the 64 outputs of this number, to the result, transposed and rounded."""
+        p, rows = self.p, min(self.t.tokens, self.p.rows)
+        slabs = 1 if p.order is None else p.order.per_byte  # pieces of 64 outputs that take turns in the order
+        start = number * gpu.ROWS
+        if slabs > 1:
+            start = _divide(number, slabs) * (slabs * gpu.ROWS) + _modulo(number, slabs) * (8 // slabs)
+        tokens = gpu.ds(block * self.t.tokens, rows)
+        if self.interpret is None:
+            out = self.g["out"].at[tokens, gpu.ds(start, gpu.ROWS)]
+            fragments.store_transposed(out, values, stride=p.outputs, order=p.order)
+            return
+        result = values[:, :rows].T
+        if p.order is not None:
+            result = reorder(p.order, jnp.tile(result, (1, slabs)))
+        result = result.astype(jnp.bfloat16)
+        for i in range(8 * slabs if slabs > 1 else 1):  # every 8 columns hold 8 / slabs of this piece
+            width = gpu.ROWS if slabs == 1 else 8 // slabs
+            self.g["out"].at[tokens, gpu.ds(start + 8 * i, width)][...] = result[:, 8 * i : 8 * i + width]
 
 
 def plain_weights(form: Format, codes: jax.Array, scales: jax.Array) -> jax.Array:

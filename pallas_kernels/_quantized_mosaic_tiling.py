@@ -58,12 +58,18 @@ class Tiling:
 
 @dataclasses.dataclass(frozen=True)
 class Swiglu:
-    """g · sigmoid(alpha · g) · (u + 1) with g = min(gate, limit) and u = clip(up, -limit, limit)."""
+    """g · sigmoid(alpha · g) · (u + 1) with g = min(gate, limit) and u = clip(up, -limit, limit).
+
+    `rounded`: gate and up are rounded to bfloat16 first, as by linears of their own.
+    """
 
     alpha: float
     limit: float
+    rounded: bool = False
 
     def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        if self.rounded:
+            gate, up = (a.astype(jnp.bfloat16).astype(jnp.float32) for a in (gate, up))
         gate = jnp.minimum(gate, self.limit)
         up = jnp.minimum(jnp.maximum(up, -self.limit), self.limit)
         return gate / (1.0 + jnp.exp(-self.alpha * gate)) * (up + 1.0)

@@ -56,11 +56,22 @@ def _no_selection(patch, model, name):
     return model
 
 
+def replace_indexer(attention, wrong):
+    """`wrong(indexer, x, positions, index_keys)` in its place, whatever has been projected."""
+    own = attention.indexer
+    call = Call(
+        lambda x, positions, index_keys, projected: wrong(own, x, positions, index_keys),
+        q_proj=own.q_proj,
+        k_proj=own.k_proj,
+    )
+    attention.indexer = call
+
+
 @mutant(_ATTENTION, "layers with a dense MLP run full attention although they carry `index_*` tensors")
 def _dense_layers_full(patch, model, name):
     for layer in model.layers:
         if not layer.is_moe:
-            layer.attention.indexer = Call(lambda x, positions, index_keys: (None, index_keys))
+            replace_indexer(layer.attention, lambda indexer, x, positions, index_keys: (None, index_keys))
     return model
 
 
@@ -232,7 +243,8 @@ def _indexer_before_norm(patch, model, name):
         if layer.attention.indexer is not None:
             memory = []
             layer.input_norm = remember(layer.input_norm, memory)
-            layer.attention.indexer = Call(
-                lambda x, *rest, indexer=layer.attention.indexer, memory=memory: indexer(memory[0], *rest)
+            replace_indexer(
+                layer.attention,
+                lambda indexer, x, *inputs, memory=memory: indexer(memory[0], *inputs),
             )
     return model

@@ -73,10 +73,12 @@ def run_op_by_op(patch: Patch, model: MiniMaxTarget, name: str) -> dict[str, flo
 
 
 class Call(nnx.Module):
-    """A function in the place of a module."""
+    """A function in the place of a module; `parts` are what others use of it."""
 
-    def __init__(self, function):
+    def __init__(self, function, **parts):
         self.function = function
+        for name, part in parts.items():
+            setattr(self, name, part)
 
     def __call__(self, *inputs):
         return self.function(*inputs)

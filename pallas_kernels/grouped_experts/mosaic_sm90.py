@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels import _mosaic as gpu
 from pallas_kernels._quantized import Operands
@@ -49,19 +50,30 @@ def grouped_experts_mosaic(
     multiprocessors: int = 132,
     interpret: Any = None,
 ) -> jax.Array:
-    p, k = problem, experts.shape[1]
+    p = problem
     first, second, last = p.formats
     assert first is not None and second is not None and last is not None
     routing = route(experts, num_experts=p.experts, tile=tilings[0].tokens)
-    used_and_experts = jnp.concatenate([routing.used[None], jnp.maximum(routing.expert, 0)])
-    # The copy engine takes rows that follow each other: gathered here, in the order along K that the kernel wants.
-    rows = reorder(first, x)[jnp.maximum(routing.pairs, 0).reshape(-1) // k]
-    rest: dict[str, Any] = dict(experts=used_and_experts, multiprocessors=multiprocessors, interpret=interpret)
+    live = exists(experts, p.experts)
+    rows = spread(reorder(first, x), routing.places, live, routing.pairs.size)
+    rest: dict[str, Any] = dict(experts=routing.tiles, multiprocessors=multiprocessors, interpret=interpret)
     inner = multiply(
         rows, [Operands(first, *gate), Operands(second, *up)], tiling=tilings[0], swiglu=Swiglu(p.alpha, p.limit),
-        name="grouped_experts_gate_up", **rest,
+        order=last, name="grouped_experts_gate_up", **rest,
     )  # fmt: skip
-    outputs = multiply(
-        reorder(last, inner), [Operands(last, *down)], tiling=tilings[1], name="grouped_experts_down", **rest
-    )  # fmt: skip
-    return combine(outputs, routing.places, exists(experts, p.experts), weights)
+    outputs = multiply(inner, [Operands(last, *down)], tiling=tilings[1], name="grouped_experts_down", **rest)
+    return combine(outputs, routing.places, live, weights)
+
+
+def spread(x: jax.Array, places: jax.Array, live: jax.Array, size: int) -> jax.Array:
+    """x bfloat16 [N, H] -> [size, H] with row n at places[n, j] for each choice j that is `live`, as tiles want them:
+    the copy engine takes rows that follow each other.
+
+    The other rows are never written and hold anything. What is made of them stays in them, and nobody reads it.
+    """
+    (num_rows, choices), words = places.shape, lax.bitcast_convert_type(x.reshape(x.shape[0], -1, 2), jnp.uint32)
+    pair = jnp.arange(num_rows * choices, dtype=jnp.int32).reshape(places.shape)
+    target = jnp.where(live, places, size + pair)  # beyond the end, each somewhere else: dropped
+    each = jnp.broadcast_to(words[:, None], (num_rows, choices, words.shape[1]))
+    spread = lax.empty((size, words.shape[1]), jnp.uint32).at[target].set(each, mode="drop", unique_indices=True)
+    return lax.bitcast_convert_type(spread, x.dtype).reshape(size, -1)

@@ -8,7 +8,8 @@ from pallas_kernels.grouped_experts.problem import Problem
 MOSAIC_TILES = {8: 2.5, 16: 8.0, 24: 20.0, 32: 28.0, 64: 80.0}
 LARGEST_MOSAIC_TILE = 128
 
-# Rows of a tile -> (bytes of codes in a step and row, split) in the order in which they are tried.
+# Rows of a tile -> (bytes of codes in a step and row, split) in the order in which they are tried. A tile of twice the
+# features instead of a split reads x half as often, and was 4 (MXFP8) and 7 % (NVFP4) slower on an H200 at 512 rows.
 _FEW, _SOME, _MANY = ((256, 2), (128, 2), (256, 1), (128, 1)), ((128, 2), (128, 1)), ((128, 1), (64, 1))
 MOSAIC = {8: _FEW, 16: _FEW, 24: _SOME, 32: _SOME, 64: _MANY, 128: _MANY}
 MOST_STAGES = 8

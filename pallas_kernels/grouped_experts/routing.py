@@ -16,16 +16,24 @@ class Routing(NamedTuple):
     Tiles are in the order of their experts and pairs of an expert in their own order, so nothing depends on chance.
 
     Attributes:
-      expert: int32 [tiles], the expert of a tile; -1: the tile is not used, and neither is any after it.
+      tiles: int32 [1 + tiles], the number of tiles in use and the expert of each; 0 for those after them.
       pairs: int32 [tiles, tile], -1 where a tile is not full.
-      used: int32 [], the number of tiles in use.
       places: int32 [N, k], where a pair is in `pairs`, counted through; 0 for a pair that is nowhere.
     """
 
-    expert: jax.Array
+    tiles: jax.Array
     pairs: jax.Array
-    used: jax.Array
     places: jax.Array
+
+    @property
+    def used(self) -> jax.Array:
+        return self.tiles[0]
+
+    @property
+    def expert(self) -> jax.Array:
+        """int32 [tiles], the expert of a tile; -1: the tile is not used, and neither is any after it."""
+        index = jnp.arange(self.tiles.shape[0] - 1, dtype=jnp.int32)
+        return jnp.where(index < self.tiles[0], self.tiles[1:], -1)
 
 
 def most_tiles(num_pairs: int, num_experts: int, tile: int) -> int:
@@ -47,52 +55,60 @@ def route(experts: jax.Array, *, num_experts: int, tile: int, most_compared: int
     reduction and a CPU would write down: pass 0 there.
     """
     flat = experts.reshape(-1)
+    most = most_tiles(flat.shape[0], num_experts, tile)
+    route = _by_comparison if flat.shape[0] <= most_compared else _by_sorting
+    tiles, pairs, places = route(flat, num_experts, tile, most)
+    return Routing(tiles, pairs, places.reshape(experts.shape))
+
+
+def _by_comparison(flat: jax.Array, num_experts: int, tile: int, most: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Three reductions over the pairs, and no more kernels, up to `tiles` and `places`."""
     num_pairs = flat.shape[0]
-    each = jnp.arange(num_experts, dtype=jnp.int32)
-    counts = jnp.sum(flat[None] == each[:, None], axis=1, dtype=jnp.int32)
-    tiles = (counts + (tile - 1)) // tile
-    # A sum over a triangle: one kernel, where a cumulative sum is several.
-    tile_ends = jnp.sum(jnp.where(each[None] <= each[:, None], tiles[None], 0), axis=1, dtype=jnp.int32)
-    used = tile_ends[-1]
-
-    index = jnp.arange(most_tiles(num_pairs, num_experts, tile), dtype=jnp.int32)
-    before = tile_ends[None] <= index[:, None]
-    expert = jnp.sum(before, axis=1, dtype=jnp.int32)
-    first_tile = jnp.max(jnp.where(before, tile_ends[None], 0), axis=1)
-    expert = jnp.where(index < used, expert, -1)
-    rank = (index - first_tile)[:, None] * tile + jnp.arange(tile, dtype=jnp.int32)[None]  # among its expert's pairs
-    starts = (tile_ends - tiles) * tile  # place of an expert's first pair
-    if num_pairs <= most_compared:
-        pairs, places = _by_comparison(flat, starts, expert, rank)
-    else:
-        pairs, places = _by_sorting(flat, counts, expert, rank)
-    return Routing(expert, pairs, used, places.reshape(experts.shape))
-
-
-def _by_comparison(
-    flat: jax.Array, starts: jax.Array, expert: jax.Array, rank: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    pair = jnp.arange(flat.shape[0], dtype=jnp.int32)
+    pair, last = jnp.arange(num_pairs, dtype=jnp.int32), jnp.int32(2**31 - 1)
+    live = exists(flat, num_experts)
     earlier = (flat[None] == flat[:, None]) & (pair[None] < pair[:, None])
-    own_rank = jnp.sum(earlier, axis=1, dtype=jnp.int32)
-    live = exists(flat, starts.shape[0])
-    here = (expert[:, None, None] == flat[None, None]) & (rank[:, :, None] == own_rank[None, None])
-    # Unused tiles have expert -1: a negative choice must not land in them.
-    pairs = jnp.max(jnp.where(here & live[None, None], pair[None, None], -1), axis=2)
-    return pairs, jnp.where(live, starts[jnp.where(live, flat, 0)] + own_rank, 0)
+    rank = jnp.sum(earlier, axis=1, dtype=jnp.int32)  # among its expert's pairs
+    inside = lax.rem(rank, jnp.int32(tile))
+    key = jnp.where(live, flat * num_pairs + rank, last)  # in the order of `pairs`
+    opening = jnp.where(inside == 0, key, last)  # of pairs that open a tile
+    # XLA would rather write down the comparisons below than make these in them.
+    flat, key, opening = lax.optimization_barrier((flat, key, opening))
+    number = jnp.sum(opening[None] <= key[:, None], axis=1, dtype=jnp.int32)  # of tiles up to its own
+    places = jnp.where(live, (number - 1) * tile + inside, 0)
+    # The count and the experts as one sum: two would be kernels of their own, and a third to join them.
+    number = lax.optimization_barrier(jnp.where(opening == last, 0, number))
+    index = jnp.arange(1 + most, dtype=jnp.int32)[:, None]
+    found = jnp.where(index == 0, jnp.minimum(number, 1)[None], jnp.where(number[None] == index, flat[None], 0))
+    tiles = jnp.sum(found, axis=1, dtype=jnp.int32)
+    place = jnp.arange(most * tile, dtype=jnp.int32)[:, None]
+    pairs = jnp.max(jnp.where((places[None] == place) & live[None], pair[None], -1), axis=1)
+    return tiles, pairs.reshape(most, tile), places
 
 
-def _by_sorting(flat: jax.Array, counts: jax.Array, expert: jax.Array, rank: jax.Array) -> tuple[jax.Array, jax.Array]:
-    (num_experts,), (num_pairs,) = counts.shape, flat.shape
-    pair = jnp.arange(num_pairs, dtype=jnp.int32)
+def _by_sorting(flat: jax.Array, num_experts: int, tile: int, most: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    num_pairs = flat.shape[0]
+    each, pair = (jnp.arange(n, dtype=jnp.int32) for n in (num_experts, num_pairs))
+    counts = jnp.sum(flat[None] == each[:, None], axis=1, dtype=jnp.int32)
+    tile_ends = _sums((counts + (tile - 1)) // tile)
+    used = tile_ends[-1]
+    index = jnp.arange(most, dtype=jnp.int32)
+    before = tile_ends[None] <= index[:, None]
+    expert = jnp.where(index < used, jnp.sum(before, axis=1, dtype=jnp.int32), 0)
+    first_tile = jnp.max(jnp.where(before, tile_ends[None], 0), axis=1)
+    rank = (index - first_tile)[:, None] * tile + jnp.arange(tile, dtype=jnp.int32)[None]  # among its expert's pairs
     key = jnp.where(exists(flat, num_experts), flat, num_experts)
     order = lax.sort((key, pair), num_keys=1, is_stable=True)[1]
-    each = jnp.arange(num_experts, dtype=jnp.int32)
-    starts = jnp.sum(jnp.where(each[None] < each[:, None], counts[None], 0), axis=1, dtype=jnp.int32)
-    safe = jnp.maximum(expert, 0)
-    slot = jnp.minimum(starts[safe][:, None] + rank, num_pairs - 1)
-    inside = (expert >= 0)[:, None] & (rank < counts[safe][:, None])
+    starts = _sums(counts) - counts
+    slot = jnp.minimum(starts[expert][:, None] + rank, num_pairs - 1)
+    inside = (index < used)[:, None] & (rank < counts[expert][:, None])
     pairs = jnp.where(inside, order[slot], -1)
     target = jnp.where(inside, pairs, num_pairs).reshape(-1)  # beyond the end: dropped
     places = jnp.zeros((num_pairs,), jnp.int32)
-    return pairs, places.at[target].set(jnp.arange(target.shape[0], dtype=jnp.int32), mode="drop")
+    places = places.at[target].set(jnp.arange(target.shape[0], dtype=jnp.int32), mode="drop")
+    return jnp.concatenate([used[None], expert]), pairs, places
+
+
+def _sums(counts: jax.Array) -> jax.Array:
+    """Cumulative sums, over a triangle: one kernel, where a cumulative sum is several."""
+    index = jnp.arange(counts.shape[0], dtype=jnp.int32)
+    return jnp.sum(jnp.where(index[None] <= index[:, None], counts[None], 0), axis=1, dtype=jnp.int32)

@@ -90,10 +90,8 @@ def triton_tuning(form: Format | None, tile: int, part: int, outputs: int, input
 def preferred(problem: Problem) -> tuple[str, ...]:
     """Implementations in the order in which they are tried, fastest first where all can serve.
 
-    H200, 128 experts [3072, 6144] of which 4 a row, all counted, 8 / 64 / 512 rows, in microseconds: NVFP4 Mosaic 295 /
-    965 / 1552, Triton 567 / 1980 / 1700; MXFP8 Mosaic 427 / 1498 / 1892, Triton 420 / 1468 / 2600.
+    H200, 128 experts [3072, 6144] of which 4 a row, all counted, 8 / 64 / 512 rows, in microseconds: NVFP4 Mosaic 281
+    / 911 / 1,399, Triton 562 / 1,979 / 1,698; MXFP8 Mosaic 430 / 1,509 / 1,881, Triton 426 / 1,494 / 2,617. One percent
+    is less than what a call of jax-triton costs: it cannot be part of a command buffer, so the host launches it.
     """
-    gate = problem.formats[0]
-    if gate is None or (gate.name == "mxfp8" and choose_tile(problem) == 8):
-        return "triton", "mosaic", "xla"
-    return "mosaic", "triton", "xla"
+    return ("triton", "mosaic", "xla") if problem.formats[0] is None else ("mosaic", "triton", "xla")

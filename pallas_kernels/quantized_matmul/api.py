@@ -1,14 +1,18 @@
-"""The public function `quantized_matmul`."""
+"""The public functions `quantized_matmul`, `quantized_matmuls` and `quantized_mlp`."""
 
+import functools
+import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
+import jax
 from jaxtyping import Array, Float
 
 from pallas_kernels import _arguments, _dispatch, _quantized
-from pallas_kernels._quantized import QuantizedWeight
+from pallas_kernels._quantized import Operands, QuantizedWeight
 from pallas_kernels.quantized_matmul.tuning import choose_order
-from pallas_kernels.quantized_matmul.xla import quantized_matmul_xla
+from pallas_kernels.quantized_matmul.xla import quantized_matmul_xla, swiglu_xla
 
 
 def quantized_matmul(
@@ -36,19 +40,8 @@ def quantized_matmul(
       NotImplementedError: the named implementation cannot serve this call; the message says why. Or the call is
         differentiated through a kernel: only "xla" has a derivative.
     """
-    operands = _quantized.take_apart(weight)
-    if operands.codes.ndim != 2:
-        raise ValueError(
-            f"weight must be one matrix [out, in], got codes {operands.codes.shape}; use vmap for a stack."
-        )
-    if str(x.dtype) not in _arguments.FLOAT_DTYPES:
-        raise TypeError(f"x must be one of {', '.join(_arguments.FLOAT_DTYPES)}, got {x.dtype}.")
-    if x.ndim < 1 or x.shape[-1] != operands.in_size:
-        raise ValueError(
-            f"x must have the weight's {operands.in_size} inputs as its last axis, got x {x.shape} for a weight "
-            f"[{operands.out_size}, {operands.in_size}]."
-        )
-    rows = x.reshape(math.prod(x.shape[:-1]), operands.in_size)
+    operands = _read(weight)
+    rows = _rows(x, operands)
 
     def mosaic() -> Any:
         from pallas_kernels.quantized_matmul import mosaic_sm90
@@ -68,5 +61,139 @@ def quantized_matmul(
         order = choose_order(operands.format, max(rows.shape[0], 1), operands.out_size)
         builders = {name: builders[name] for name in (*order, "xla")}
     run: Any = _dispatch.choose("quantized_matmul", implementation, builders)
-    out = run(rows, operands.codes, operands.scale, operands.global_scale)
+    out = run(rows, *_parts(operands))
     return out.reshape(*x.shape[:-1], operands.out_size)
+
+
+def quantized_matmuls(
+    x: Float[Array, "*batch I"], weights: Sequence[QuantizedWeight], *, implementation: str | None = None
+) -> tuple[Float[Array, "*batch _"], ...]:
+    """(x W^T for each W of `weights`), as `quantized_matmul` gives them, where a kernel can in one launch.
+
+    Args:
+      x, implementation: as in `quantized_matmul`. "mosaic" is one launch and takes weights of one format whose outputs
+        come in whole tiles; "triton" and "xla" are calls of their own; None is one launch where that can serve.
+      weights: one or more, [O_i, I] each, read where they are: nothing is joined but the results.
+
+    Returns:
+      [..., O_i] in x's dtype for each weight, in their order.
+
+    Raises:
+      TypeError, ValueError: an argument does not fit.
+      NotImplementedError: the named implementation cannot serve this call; the message says why. Or the call is
+        differentiated through a kernel: only "xla" has a derivative.
+    """
+    if not weights:
+        raise ValueError("weights must hold at least one weight, got none.")
+    operands = [_read(weight, f"weights[{i}]") for i, weight in enumerate(weights)]
+    rows, *_ = [_rows(x, each, f"weights[{i}]") for i, each in enumerate(operands)]
+
+    def mosaic() -> Any:
+        from pallas_kernels.quantized_matmul import mosaic_sm90
+
+        run: Any = mosaic_sm90.build(rows, *operands)
+
+        def split(x: jax.Array) -> tuple[jax.Array, ...]:
+            out = run(rows, *itertools.chain.from_iterable(map(_parts, operands)))
+            out = out.reshape(*x.shape[:-1], out.shape[-1])
+            ends = list(itertools.accumulate(each.out_size for each in operands))
+            return tuple(out[..., start:end] for start, end in itertools.pairwise([0, *ends]))
+
+        return split
+
+    def one_by_one(name: str | None) -> Any:
+        return lambda x: tuple(quantized_matmul(x, weight, implementation=name) for weight in weights)
+
+    builders: dict[str, Any] = {"mosaic": mosaic}
+    builders |= {name: functools.partial(one_by_one, name) for name in ("triton", "xla")}
+    if implementation is None:
+        builders = {"mosaic": mosaic, "any": functools.partial(one_by_one, None)}
+    run: Any = _dispatch.choose("quantized_matmuls", implementation, builders)
+    return run(x)
+
+
+def quantized_mlp(
+    x: Float[Array, "*batch I"],
+    gate: QuantizedWeight,
+    up: QuantizedWeight,
+    down: QuantizedWeight,
+    *,
+    alpha: float,
+    limit: float,
+    implementation: str | None = None,
+) -> Float[Array, "*batch O"]:
+    """down(swiglu(gate(x), up(x))), x W^T with weights as in `quantized_matmul`.
+
+    swiglu(g, u) = g · sigmoid(alpha · g) · (u + 1) with g = min(g, limit), u = clip(u, ±limit) (the SwiGLU of gpt-oss;
+    the gate has no lower clamp). Sums and activation are float32; gate, up, their SwiGLU and the result are rounded to
+    x's dtype once each, in every implementation.
+
+    Args:
+      x, implementation: as in `quantized_matmul`. "mosaic" is two launches, gate, up and SwiGLU in the first; it takes
+        gate and up of one format. "triton" and "xla" are calls of `quantized_matmul`.
+      gate, up: [F, I], and down: [O, F], weights as in `quantized_matmul`; their formats may differ.
+      alpha, limit: constants of the activation, part of the program.
+
+    Returns:
+      [..., O] in x's dtype.
+
+    Raises:
+      TypeError, ValueError: an argument does not fit.
+      NotImplementedError: the named implementation cannot serve this call; the message says why. Or the call is
+        differentiated through a kernel: only "xla" has a derivative.
+    """
+    alpha, limit = _arguments.check_constant("alpha", alpha), _arguments.check_constant("limit", limit)
+    operands = [_read(weight, name) for name, weight in (("gate", gate), ("up", up), ("down", down))]
+    rows = _rows(x, operands[0], "gate")
+    inner, inputs = operands[0].out_size, operands[0].in_size
+    for name, each, out, wanted in (("up", operands[1], inner, inputs), ("down", operands[2], "O", inner)):
+        if each.in_size != wanted or out not in (each.out_size, "O"):
+            raise ValueError(
+                f"{name} must be [{out}, {wanted}] for gate [{inner}, {inputs}], got [{each.out_size}, {each.in_size}]."
+            )
+
+    def mosaic() -> Any:
+        from pallas_kernels._quantized_mosaic import Swiglu
+        from pallas_kernels.quantized_matmul import mosaic_sm90
+
+        run: Any = mosaic_sm90.build_mlp(rows, *operands, swiglu=Swiglu(alpha, limit, rounded=True))
+        return lambda x: run(rows, *itertools.chain.from_iterable(map(_parts, operands))).reshape(*x.shape[:-1], -1)
+
+    def separate(name: str | None) -> Any:
+        def run(x: jax.Array) -> jax.Array:
+            both = quantized_matmuls(x, [gate, up], implementation=name)
+            return quantized_matmul(swiglu_xla(*both, alpha=alpha, limit=limit), down, implementation=name)
+
+        return run
+
+    builders: dict[str, Any] = {"mosaic": mosaic}
+    builders |= {name: functools.partial(separate, name) for name in ("triton", "xla")}
+    if implementation is None:
+        builders = {"mosaic": mosaic, "any": functools.partial(separate, None)}
+    run: Any = _dispatch.choose("quantized_mlp", implementation, builders)
+    return run(x)
+
+
+def _read(weight: Any, name: str = "weight") -> Operands:
+    operands = _quantized.take_apart(weight, name)
+    if operands.codes.ndim != 2:
+        raise ValueError(
+            f"{name} must be one matrix [out, in], got codes {operands.codes.shape}; use vmap for a stack."
+        )
+    return operands
+
+
+def _rows(x: Any, weight: Operands, name: str = "weight") -> Any:
+    """x [rows, in]."""
+    if str(x.dtype) not in _arguments.FLOAT_DTYPES:
+        raise TypeError(f"x must be one of {', '.join(_arguments.FLOAT_DTYPES)}, got {x.dtype}.")
+    if x.ndim < 1 or x.shape[-1] != weight.in_size:
+        raise ValueError(
+            f"x must have the {name}'s {weight.in_size} inputs as its last axis, got x {x.shape} for a weight "
+            f"[{weight.out_size}, {weight.in_size}]."
+        )
+    return x.reshape(math.prod(x.shape[:-1]), weight.in_size)
+
+
+def _parts(weight: Operands) -> tuple[Any, Any, Any]:
+    return weight.codes, weight.scale, weight.global_scale

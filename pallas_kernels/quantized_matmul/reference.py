@@ -1,5 +1,6 @@
-"""`quantized_matmul` as it is defined, in float32: the oracle of every other implementation."""
+"""`quantized_matmul` and its siblings as they are defined, in float32: the oracle of every other implementation."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,3 +24,18 @@ def quantized_matmul_reference(x: Float[Array, "*batch I"], weight: Any) -> Floa
         values = values * jnp.broadcast_to(factor, values.shape)
     with jax.default_matmul_precision("highest"):
         return jnp.einsum("...i,oi->...o", x.astype(jnp.float32), values).astype(x.dtype)
+
+
+def quantized_matmuls_reference(
+    x: Float[Array, "*batch I"], weights: Sequence[Any]
+) -> tuple[Float[Array, "*batch _"], ...]:
+    return tuple(quantized_matmul_reference(x, weight) for weight in weights)
+
+
+def quantized_mlp_reference(
+    x: Float[Array, "*batch I"], gate: Any, up: Any, down: Any, *, alpha: float, limit: float
+) -> Float[Array, "*batch O"]:
+    g, u = (a.astype(jnp.float32) for a in quantized_matmuls_reference(x, [gate, up]))
+    g, u = jnp.minimum(g, jnp.float32(limit)), jnp.clip(u, jnp.float32(-limit), jnp.float32(limit))
+    inner = g * jax.nn.sigmoid(jnp.float32(alpha) * g) * (u + jnp.float32(1))
+    return quantized_matmul_reference(inner.astype(x.dtype), down)

@@ -2,8 +2,9 @@
 
 The order of implementations and the candidates come from times on an H200 (132 multiprocessors, 4.3 TB/s). An MXFP8
 weight [8192, 6144], in microseconds: 1 row Mosaic 15.6, Triton 17.9; 8 rows 15.9 and 17.8; 64 rows 19.9 and 31.7 (with
-the reorder of x as a kernel of its own, in an order that is no longer used: 16.9, 17.9; 17.3, 17.8; 24.7, 33.4). Among
-the candidates for a number of rows the one with the least estimated time wins: waves of tiles over the multiprocessors,
+the reorder of x as a kernel of its own, in an order that is no longer used: 16.9, 17.9; 17.3, 17.8; 24.7, 33.4). Mosaic
+comes first where it is about as fast, since XLA captures its launches in a graph, and those of Triton not. Among the
+candidates for a number of rows the one with the least estimated time wins: waves of tiles over the multiprocessors,
 each as long as its products or its reads of W and x out of the cache take.
 """
 
@@ -24,24 +25,18 @@ class Candidate:
       warpgroups, split: as in its tiling.
       tokens: most rows of x in a tile; rows are cut evenly into tiles of at most this many.
       step: inputs of a pipeline step.
-      slower: its time over the estimate, next to that of the others.
     """
 
     warpgroups: int
     tokens: int
     step: int
     split: int = 1
-    slower: float = 1.0
 
-    def __post_init__(self) -> None:
-        if self.slower <= 0:
-            raise ValueError(f"slower must be a positive factor, got {self.slower}.")
-
-    def tiling(self, rows: int, form: Format, inputs: int) -> _quantized_mosaic.Tiling:
+    def tiling(self, rows: int, form: Format, inputs: int, *, swiglu: bool = False) -> _quantized_mosaic.Tiling:
         """The tiling for `rows`, as deep as shared memory allows, or NotImplementedError if not even two stages fit."""
         tiles = -(-rows // self.tokens)
         tokens = -(-rows // (8 * tiles)) * 8
-        group = 1 if tiles <= 4 else 8
+        group = 8 if tiles > 4 else 2 if swiglu and tiles > 1 else 1
         reason = None
         for stages in range(MOST_STAGES - MOST_STAGES % self.split, 1, -self.split):
             tiling = _quantized_mosaic.Tiling(
@@ -49,7 +44,7 @@ class Candidate:
                 scale_stages=2, group=group,
             )  # fmt: skip
             try:
-                _quantized_mosaic.plan(form, tiling, inputs, 64 * self.warpgroups)
+                _quantized_mosaic.plan(form, tiling, inputs, 64 * self.warpgroups, swiglu)
             except NotImplementedError as error:
                 reason = error
             else:
@@ -64,15 +59,17 @@ class Entry:
     Attributes:
       rows: the most rows this entry is for.
       order: implementations that are faster than XLA, best first.
-      least_fill: share of the multiprocessors, over all waves, that Mosaic's tiles of 64 output features must keep
-        busy; with less Triton comes first, which cuts finer.
+      least_fill: share of the multiprocessors that Mosaic's tiles of 64 output features must keep busy; with less
+        Triton comes first, which cuts finer.
       mosaic: candidates, the one that is best where all fill the chip first.
+      swiglu: the same for gate, up and their SwiGLU in one launch.
       triton: tiling; features and splits are for a weight that fills the chip, `choose_triton` fits them to others.
     """
 
     rows: int
     order: tuple[Implementation, ...]
     mosaic: tuple[Candidate, ...]
+    swiglu: tuple[Candidate, ...]
     triton: _quantized_triton.Tiling
     least_fill: float = 0.0
 
@@ -81,52 +78,83 @@ class Entry:
             raise ValueError(f"rows must be at least 1, got {self.rows}.")
         if not self.order or not set(self.order) <= {"mosaic", "triton"} or len(set(self.order)) != len(self.order):
             raise ValueError(f'order must name "mosaic" and "triton" at most once each, got {self.order}.')
-        if not self.mosaic:
-            raise ValueError("mosaic must hold at least one candidate, got none.")
+        for name in ("mosaic", "swiglu"):
+            if not getattr(self, name):
+                raise ValueError(f"{name} must hold at least one candidate, got none.")
         if not 0 <= self.least_fill <= 1:
             raise ValueError(f"least_fill must be a share from 0 to 1, got {self.least_fill}.")
 
 
 MOST_STAGES = 8
-# Of one multiprocessor, a clock: what times at 512 rows on an H200 come to where one of the two is the limit.
-PRODUCTS, CACHE_BYTES = 1800, 26.5
+# Of one multiprocessor: products and bytes out of the cache in a clock, and clocks for which a warpgroup that makes its
+# weights holds up the products of one input. That tells times on an H200 apart: 512 rows, microseconds with tiles of
+# (64 features x warpgroups) x rows: [8192, 6144] 4 x 128 78.4, 2 x 256 68.9, 2 x 128 88.6; [6144, 8192] 4 x 128 97.6,
+# 3 x 128 80.9, 2 x 256 88.3. Weights of one x in a launch, [9856, 6144]: 8 rows 1 x 8 25.4, 2 x 8 21.3; 512 rows
+# 2 x 176 104, 2 x 104 116, 2 x 128 131, 2 x 256 139.
+PRODUCTS, CACHE_BYTES, MAKING = 2048, 33, 1.8
 ANY = 2**31
 
 _T = _quantized_triton.Tiling
 _FEW = (Candidate(warpgroups=1, split=4, tokens=16, step=256), Candidate(warpgroups=1, split=2, tokens=16, step=256))
+_FEW_WIDE = Candidate(warpgroups=2, split=2, tokens=16, step=256)
 _SOME = (Candidate(warpgroups=1, split=2, tokens=64, step=128), Candidate(warpgroups=2, tokens=64, step=128))
 _MANY = (
     Candidate(warpgroups=4, tokens=128, step=128),
     Candidate(warpgroups=3, tokens=128, step=128),
     Candidate(warpgroups=2, tokens=128, step=128),
+    Candidate(warpgroups=2, tokens=176, step=128),
+    Candidate(warpgroups=2, tokens=104, step=128),
     Candidate(warpgroups=2, tokens=64, step=128),
 )
+_FEW_PAIRS = (Candidate(warpgroups=2, split=2, tokens=16, step=256), Candidate(warpgroups=2, tokens=16, step=256))
+_SOME_PAIRS = (Candidate(warpgroups=2, split=2, tokens=64, step=128), Candidate(warpgroups=2, tokens=64, step=128))
+_MANY_PAIRS = (Candidate(warpgroups=2, tokens=128, step=128), Candidate(warpgroups=2, tokens=64, step=128))
+_TALL, _TALL_WIDE = Candidate(warpgroups=2, tokens=256, step=64), Candidate(warpgroups=2, tokens=256, step=128)
 _WIDE = (Candidate(warpgroups=1, split=4, tokens=16, step=512), *_FEW)
+_WIDE_PAIRS = (Candidate(warpgroups=2, split=2, tokens=16, step=512), *_FEW_PAIRS)
 
 TABLE: dict[FormatName, tuple[Entry, ...]] = {
     "mxfp8": (
         Entry(
-            rows=8, order=("mosaic", "triton"), mosaic=_FEW, least_fill=0.9,
+            rows=8, order=("mosaic", "triton"), mosaic=(*_FEW, _FEW_WIDE), swiglu=_FEW_PAIRS, least_fill=0.7,
             triton=_T(features=64, tokens=8, step=256, stages=5),
         ),
-        Entry(rows=16, order=("mosaic", "triton"), mosaic=_FEW, triton=_T(features=64, tokens=16, step=256)),
-        Entry(rows=32, order=("mosaic", "triton"), mosaic=_SOME, triton=_T(features=64, tokens=32, step=128)),
-        Entry(rows=64, order=("mosaic", "triton"), mosaic=_SOME, triton=_T(features=64, tokens=64, step=128)),
         Entry(
-            rows=ANY, order=("mosaic", "triton"), mosaic=_MANY,
+            rows=16, order=("mosaic", "triton"), mosaic=_FEW, swiglu=_FEW_PAIRS,
+            triton=_T(features=64, tokens=16, step=256),
+        ),
+        Entry(
+            rows=32, order=("mosaic", "triton"), mosaic=_SOME, swiglu=_SOME_PAIRS,
+            triton=_T(features=64, tokens=32, step=128),
+        ),
+        Entry(
+            rows=64, order=("mosaic", "triton"), mosaic=_SOME, swiglu=_SOME_PAIRS,
+            triton=_T(features=64, tokens=64, step=128),
+        ),
+        Entry(
+            rows=ANY, order=("mosaic", "triton"), mosaic=(*_MANY, _TALL), swiglu=(*_MANY_PAIRS, _TALL),
             triton=_T(features=128, tokens=128, step=64, warps=8, stages=3),
         ),
     ),
     "nvfp4": (
         Entry(
-            rows=8, order=("mosaic", "triton"), mosaic=_WIDE, least_fill=0.9,
+            rows=8, order=("mosaic", "triton"), mosaic=_WIDE, swiglu=_WIDE_PAIRS, least_fill=0.7,
             triton=_T(features=64, tokens=8, step=512),
         ),
-        Entry(rows=16, order=("mosaic", "triton"), mosaic=_WIDE, triton=_T(features=64, tokens=16, step=256)),
-        Entry(rows=32, order=("mosaic", "triton"), mosaic=_SOME, triton=_T(features=64, tokens=32, step=128)),
-        Entry(rows=64, order=("mosaic", "triton"), mosaic=_SOME, triton=_T(features=64, tokens=64, step=128)),
         Entry(
-            rows=ANY, order=("mosaic", "triton"), mosaic=_MANY,
+            rows=16, order=("mosaic", "triton"), mosaic=_WIDE, swiglu=_WIDE_PAIRS,
+            triton=_T(features=64, tokens=16, step=256),
+        ),
+        Entry(
+            rows=32, order=("mosaic", "triton"), mosaic=_SOME, swiglu=_SOME_PAIRS,
+            triton=_T(features=64, tokens=32, step=128),
+        ),
+        Entry(
+            rows=64, order=("mosaic", "triton"), mosaic=_SOME, swiglu=_SOME_PAIRS,
+            triton=_T(features=64, tokens=64, step=128),
+        ),
+        Entry(
+            rows=ANY, order=("mosaic", "triton"), mosaic=(*_MANY, _TALL_WIDE), swiglu=_MANY_PAIRS,
             triton=_T(features=128, tokens=128, step=64, warps=8, stages=3),
         ),
     ),
@@ -140,32 +168,42 @@ def find(form: Format, rows: int) -> Entry:
 def choose_order(form: Format, rows: int, out: int, multiprocessors: int = 132) -> tuple[Implementation, ...]:
     """Implementations to try before XLA, best first."""
     entry = find(form, rows)
-    tiles = -(-out // 64)
-    filled = tiles / (-(-tiles // multiprocessors) * multiprocessors)
-    if filled < entry.least_fill and "triton" in entry.order:
+    # Waves do not count: where few rows are to be multiplied the last one reads as fast as a full one.
+    if -(-out // 64) / multiprocessors < entry.least_fill and "triton" in entry.order:
         return ("triton", *(name for name in entry.order if name != "triton"))
     return entry.order
 
 
 def choose_mosaic(
-    form: Format, rows: int, out: int, inputs: int, multiprocessors: int = 132
+    form: Format,
+    rows: int,
+    out: int | tuple[int, ...],
+    inputs: int,
+    multiprocessors: int = 132,
+    *,
+    swiglu: bool = False,
 ) -> _quantized_mosaic.Tiling:
-    """The tiling, or NotImplementedError with the reason why the kernel cannot serve this weight."""
+    """The tiling, or NotImplementedError with the reason why the kernel cannot serve this weight.
+
+    `out` is a tuple for weights that share a launch; with `swiglu` it is that of gate and of up.
+    """
     if rows < 1:
         raise NotImplementedError("the Mosaic kernel needs at least one row of x.")
-    fitting, reason = [], None
-    for candidate in find(form, rows).mosaic:
+    sizes = (out,) if isinstance(out, int) else out
+    entry, fitting, reason = find(form, rows), [], None
+    for candidate in entry.swiglu if swiglu else entry.mosaic:
         try:
-            tiling = candidate.tiling(rows, form, inputs)
-            _quantized_mosaic.plan(form, tiling, inputs, out)
+            tiling = candidate.tiling(rows, form, inputs, swiglu=swiglu)
+            for size in sizes:
+                _quantized_mosaic.plan(form, tiling, inputs, size, swiglu)
         except NotImplementedError as error:
             reason = reason or error
             continue
         features = 64 * tiling.warpgroups
-        tiles = out // features * -(-rows // tiling.tokens)
+        tiles = sum(sizes) // (64 if swiglu else features) * -(-rows // tiling.tokens)
         read = features / form.per_byte + 2 * tiling.tokens  # bytes for each input
-        clocks = max(features * tiling.tokens / PRODUCTS, read / CACHE_BYTES)
-        fitting.append((-(-tiles // multiprocessors) * clocks * candidate.slower, tiling))
+        clocks = max(features * tiling.tokens / PRODUCTS + MAKING * tiling.warpgroups, read / CACHE_BYTES)
+        fitting.append((-(-tiles // multiprocessors) * clocks, tiling))
     if not fitting:
         raise reason or NotImplementedError("the Mosaic kernel has no tiling for this weight.")
     return min(fitting, key=lambda pair: pair[0])[1]
@@ -194,4 +232,15 @@ def all_tilings() -> list[tuple[Format, int, _quantized_mosaic.Tiling, _quantize
         for entry in entries:
             rows = min(entry.rows, 4096)
             found += [(form, rows, c.tiling(rows, form, 6144), entry.triton) for c in entry.mosaic]
+    return found
+
+
+def all_swiglu_tilings() -> list[tuple[Format, int, _quantized_mosaic.Tiling]]:
+    """The same of gate, up and SwiGLU in one launch."""
+    found = []
+    for name, entries in TABLE.items():
+        form = FORMATS[name]
+        for entry in entries:
+            rows = min(entry.rows, 4096)
+            found += [(form, rows, c.tiling(rows, form, 6144, swiglu=True)) for c in entry.swiglu]
     return found

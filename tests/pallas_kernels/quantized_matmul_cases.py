@@ -13,6 +13,9 @@ BLOCK = dict(mxfp8=32, nvfp4=16)
 # in float32 has at most n roundings of 2^-24 each, and matrix units truncate: 2^-14 holds for 8,192 inputs with room.
 ROUNDING = dict(bfloat16=2.0**-8, float16=2.0**-11, float32=2.0**-23)
 SUM_ROUNDING = 2.0**-14
+# Relative norm of an error. The last rounding to bfloat16 makes 0.9 2^-9; a gate, up or inner value that lies between
+# two bfloat16 and goes the other way, as float32 sums do, adds less than that.
+MLP_ERROR = 2.0**-8
 
 
 @jax.tree_util.register_dataclass
@@ -137,6 +140,25 @@ def assert_product(actual: Any, x: Any, weight: Any, *, tiny: float = 0.0) -> No
     error = np.abs(np.asarray(actual, np.float64) - expected)
     worst = float(np.max(error - allowed))
     assert worst <= 0, f"{np.mean(error > allowed):.2%} of the elements are wrong, one by {error.max():.3g}"
+
+
+def swiglu(gate: np.ndarray, up: np.ndarray, alpha: float = 1.702, limit: float = 7.0) -> np.ndarray:
+    gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+    return gate / (1 + np.exp(-alpha * gate)) * (up + 1)
+
+
+def assert_mlp(actual: Any, x: Any, gate: Any, up: Any, down: Any) -> None:
+    """`actual` is down(swiglu(gate(x), up(x))), gate, up and swiglu in float64 and each rounded to bfloat16.
+
+    A product that lies between two bfloat16 may round to either, and so may what follows: compared by norm.
+    """
+    assert x.dtype == actual.dtype == jnp.bfloat16
+    half = ml_dtypes.bfloat16
+    g, u = ((np.asarray(x, np.float64) @ values(w).T).astype(half).astype(np.float64) for w in (gate, up))
+    expected = swiglu(g, u).astype(half).astype(np.float64) @ values(down).T
+    assert actual.shape == expected.shape
+    error = np.linalg.norm(np.asarray(actual, np.float64) - expected) / np.linalg.norm(expected)
+    assert error <= MLP_ERROR, f"{error:.2e} is too far"
 
 
 def with_next_scale(weight: Any) -> Any:

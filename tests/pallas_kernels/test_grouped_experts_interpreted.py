@@ -126,7 +126,7 @@ def test_mutants_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def wrong(*args, **options):
         right = routing.route(*args, **options)
-        return right._replace(expert=np.roll(right.expert, 1))
+        return right._replace(tiles=np.concatenate([right.tiles[:1], np.roll(right.tiles[1:], 1)]))
 
     monkeypatch.setattr(triton, "route", wrong)
     with pytest.raises(AssertionError):

@@ -1,6 +1,7 @@
 """`quantized_matmul` on any device: against float64 values from the definition of the formats."""
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 from quantized_matmul_cases import (
     MX,
     NV,
+    assert_mlp,
     assert_product,
     mutants,
     random_weight,
@@ -18,8 +20,12 @@ from quantized_matmul_cases import (
 )
 
 from pallas_kernels import _dispatch
-from pallas_kernels.quantized_matmul.api import quantized_matmul
-from pallas_kernels.quantized_matmul.reference import quantized_matmul_reference
+from pallas_kernels.quantized_matmul.api import quantized_matmul, quantized_matmuls, quantized_mlp
+from pallas_kernels.quantized_matmul.reference import (
+    quantized_matmul_reference,
+    quantized_matmuls_reference,
+    quantized_mlp_reference,
+)
 
 FORMS = ["mxfp8", "nvfp4"]
 SUBNORMAL = 2.0**-126  # smaller values may be flushed to zero
@@ -146,12 +152,88 @@ def test_a_derivative_of_a_kernel_raises_a_sentence(transform) -> None:
         transform(lambda x: function(x, w).sum())(x)
 
 
+several_xla, mlp_xla = (functools.partial(f, implementation="xla") for f in (quantized_matmuls, quantized_mlp))
+
+
+@pytest.mark.parametrize(
+    "function", [several_xla, quantized_matmuls_reference, quantized_matmuls], ids=["xla", "ref", "any"]
+)
+def test_several_weights_and_one_x(function) -> None:
+    """Any number, sizes and formats; each result is that of its own weight."""
+    weights = [
+        random_weight(form, i, out, 128) for i, (form, out) in enumerate([("mxfp8", 96), ("nvfp4", 32), ("mxfp8", 96)])
+    ]
+    x = random_x(9, 2, 3, 128)
+    for some in (weights, weights[:1], weights[1:]):
+        outs = jax.jit(function)(x, some)
+        assert isinstance(outs, tuple) and len(outs) == len(some)
+        for out, weight in zip(outs, some, strict=True):
+            assert_product(out, x, weight)
+    with pytest.raises(AssertionError, match="of the elements are wrong"):
+        assert_product(function(x, weights)[0], x, weights[2])
+
+
+@pytest.mark.parametrize("function", [mlp_xla, quantized_mlp_reference, quantized_mlp], ids=["xla", "ref", "any"])
+@pytest.mark.parametrize(
+    "forms", [("mxfp8", "mxfp8", "mxfp8"), ("mxfp8", "nvfp4", "mxfp8"), ("nvfp4", "nvfp4", "mxfp8")]
+)
+def test_mlp(forms: tuple, function) -> None:
+    gate, up = (random_weight(form, i, 128, 64) for i, form in enumerate(forms[:2]))
+    down, x = random_weight(forms[2], 2, 96, 128), random_x(3, 2, 3, 64)
+    run = functools.partial(function, alpha=1.702, limit=7.0)
+    assert_mlp(jax.jit(run)(x, gate, up, down), x, gate, up, down)
+    for wrong in (run(x, up, gate, down), run(x, gate, up, down, alpha=1.0), run(x, gate, up, down, limit=70.0)):
+        with pytest.raises(AssertionError, match="too far"):
+            assert_mlp(wrong, x, gate, up, down)
+
+
+def test_the_mlp_is_the_products_and_the_activation() -> None:
+    """Bit for bit, rounded in between: what a model does with linears of its own."""
+    gate, up, down = (
+        random_weight("mxfp8", 1, 96, 64),
+        random_weight("mxfp8", 2, 96, 64),
+        random_weight("mxfp8", 3, 64, 96),
+    )
+    x = random_x(4, 5, 64)
+    g, u = (xla(x, weight).astype(jnp.float32) for weight in (gate, up))
+    g, u = jnp.minimum(g, 7.0), jnp.clip(u, -7.0, 7.0)
+    inner = (g * jax.nn.sigmoid(1.702 * g) * (u + 1)).astype(jnp.bfloat16)
+    assert jnp.array_equal(quantized_mlp(x, gate, up, down, alpha=1.702, limit=7.0), xla(inner, down))
+
+
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="about machines without an NVIDIA GPU")
 @pytest.mark.parametrize("implementation", ["mosaic", "triton"])
 def test_a_named_kernel_does_not_fall_back(implementation: str) -> None:
-    weight, x = random_weight("mxfp8", 1, 64, 512), random_x(1, 1, 512)
+    weight, x = random_weight("mxfp8", 1, 512, 512), random_x(1, 1, 512)
     with pytest.raises(NotImplementedError, match=f"'{implementation}'.*NVIDIA GPUs, and this call runs on cpu"):
         quantized_matmul(x, weight, implementation=implementation)
+    with pytest.raises(NotImplementedError, match=f"'{implementation}'.*NVIDIA GPUs, and this call runs on cpu"):
+        quantized_matmuls(x, [weight, weight], implementation=implementation)
+    with pytest.raises(NotImplementedError, match=f"'{implementation}'.*NVIDIA GPUs, and this call runs on cpu"):
+        quantized_mlp(x, weight, weight, weight, alpha=1.0, limit=7.0, implementation=implementation)
+
+
+def test_arguments_of_several_weights_are_checked_in_words() -> None:
+    a, b, x = random_weight("mxfp8", 1, 64, 128), random_weight("mxfp8", 1, 64, 96), random_x(1, 2, 128)
+    mlp = functools.partial(quantized_mlp, x, alpha=1.7, limit=7.0)
+    with pytest.raises(ValueError, match="at least one weight, got none"):
+        quantized_matmuls(x, [])
+    with pytest.raises(ValueError, match=re.escape("weights[1]'s 96 inputs as its last axis, got x (2, 128)")):
+        quantized_matmuls(x, [a, b])
+    with pytest.raises(TypeError, match="weights"):
+        quantized_matmuls(x, [a, x])
+    with pytest.raises(ValueError, match="unknown implementation 'cuda'; known: None, 'mosaic', 'triton', 'xla'"):
+        quantized_matmuls(x, [a], implementation="cuda")
+    with pytest.raises(ValueError, match="unknown implementation 'cuda'; known: None, 'mosaic', 'triton', 'xla'"):
+        mlp(a, a, random_weight("mxfp8", 1, 32, 64), implementation="cuda")
+    with pytest.raises(ValueError, match=re.escape("up must be [64, 128] for gate [64, 128], got [64, 96]")):
+        mlp(a, b, b)
+    with pytest.raises(ValueError, match=re.escape("down must be [O, 64] for gate [64, 128], got [64, 96]")):
+        mlp(a, a, b)
+    with pytest.raises(TypeError, match="alpha"):
+        mlp(a, a, b, alpha=jnp.float32(1))
+    with pytest.raises(ValueError, match="limit must be finite, got inf"):
+        mlp(a, a, b, limit=float("inf"))
 
 
 def test_arguments_are_checked_in_words() -> None:

@@ -3,6 +3,7 @@
 import functools
 from pathlib import Path
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import ptx
@@ -246,3 +247,37 @@ def test_results_are_stored_transposed_and_cut_short(rows: int, columns: int, mo
     assert np.array_equal(whole[:rows], values.T[:rows].astype(ml_dtypes.bfloat16))
     assert np.isnan(whole[rows:].astype(np.float32)).all()
     assert set(memory.written[: 2 * 64 * rows]) == {1}  # once each
+
+
+def stored_in_order(form, values: np.ndarray, rows: int) -> np.ndarray:
+    """What 128 threads leave of values [128, columns], two pieces of 64, in rows of 128."""
+    whole = np.full((rows, 128), np.nan, ml_dtypes.bfloat16)
+    for piece in range(2):
+        start = 64 * piece if form is MXFP8 else 4 * piece
+        memory = Memory(whole)
+        memory.shape, memory.bytes = (rows, 64), whole.reshape(-1).view(np.uint8)[2 * start :]
+        fragments.store_transposed(memory, Registers.of(values[64 * piece :][:64]), stride=128, order=form)
+    return whole
+
+
+@pytest.mark.parametrize("form", [MXFP8, NVFP4])
+@pytest.mark.parametrize("rows, columns", [(8, 8), (3, 8), (64, 64)])
+def test_results_are_stored_in_the_order_of_the_next_product(
+    rows: int, columns: int, form, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace_operations(monkeypatch)
+    values = np.random.default_rng(rows).standard_normal((128, columns)).astype(np.float32)
+    expected = fragments.reorder(form, values.T[:rows].astype(ml_dtypes.bfloat16))
+    assert np.array_equal(stored_in_order(form, values, rows), expected)
+    other = MXFP8 if form is NVFP4 else NVFP4
+    assert not np.array_equal(fragments.reorder(other, values.T[:rows].astype(ml_dtypes.bfloat16)), expected)
+
+
+@pytest.mark.parametrize("form", [MXFP8, NVFP4])
+@pytest.mark.parametrize("shape", [(5, 256), (2, 3, 128), (128,)])
+def test_rows_of_half_precision_are_reordered_as_words(shape: tuple, form) -> None:
+    x = np.random.default_rng(7).standard_normal(shape).astype(ml_dtypes.bfloat16)
+    assert np.array_equal(fragments.reorder(form, jnp.asarray(x)), fragments.reorder(form, x))
+    if len(shape) == 2:
+        padded = np.asarray(fragments.reorder(form, jnp.asarray(x), rows=8))
+        assert np.array_equal(padded[:5], fragments.reorder(form, x)) and not padded[5:].any() and len(padded) == 8

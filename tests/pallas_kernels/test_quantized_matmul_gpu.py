@@ -8,17 +8,17 @@ import dataclasses
 import functools
 import re
 import secrets
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from gpu_marks import MOSAIC, TRITON, XLA, needs_gpu, needs_sm90
+from gpu_marks import MARKS, MOSAIC, TRITON, XLA, needs_gpu, needs_sm90
 from quantized_matmul_cases import (
     MX,
     NV,
+    assert_mlp,
     assert_product,
     e2m1_values,
     e4m3_values,
@@ -30,7 +30,7 @@ from quantized_matmul_cases import (
 
 from pallas_kernels import _quantized
 from pallas_kernels.quantized_matmul import tuning
-from pallas_kernels.quantized_matmul.api import quantized_matmul
+from pallas_kernels.quantized_matmul.api import quantized_matmul, quantized_matmuls, quantized_mlp
 
 KERNELS = [MOSAIC, TRITON]
 FORMS = ["mxfp8", "nvfp4"]
@@ -58,6 +58,107 @@ def test_fresh_data(rows: int, form: str, op: str, implementation: str) -> None:
     seed = secrets.randbits(32)
     print(f"seed {seed}")
     check(implementation, random_x(seed, rows, 1536), random_weight(form, seed, 768, 1536, op=op))
+
+
+ROWS = [1, 7, 8, 20, 64, 200, 512]
+ANYWHERE = pytest.param(None, marks=needs_gpu)
+
+
+def several(form: str, seed: int, sizes: tuple[int, ...], inputs: int) -> list:
+    ops = ["divide" if i % 2 else "multiply" for i in range(len(sizes))]
+    return [
+        random_weight(form, seed + i, out, inputs, op=op) for i, (out, op) in enumerate(zip(sizes, ops, strict=True))
+    ]
+
+
+@functools.cache
+def compiled_several(implementation: str | None):
+    return jax.jit(functools.partial(quantized_matmuls, implementation=implementation))
+
+
+@functools.cache
+def compiled_mlp(implementation: str | None):
+    return jax.jit(functools.partial(quantized_mlp, alpha=1.702, limit=7.0, implementation=implementation))
+
+
+@pytest.mark.parametrize("implementation", [MOSAIC, ANYWHERE])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("rows", ROWS)
+def test_several_weights_and_one_x(rows: int, form: str, implementation: str | None) -> None:
+    seed = secrets.randbits(32)
+    print(f"seed {seed}")
+    weights, x = several(form, seed, (768, 128, 384, 128), 1536), random_x(seed, rows, 1536)
+    poison(rows, 1408)
+    for out, weight in zip(compiled_several(implementation)(x, weights), weights, strict=True):
+        assert_product(out, x, weight)
+
+
+ATTENTION, CONTEXT = (8192, 512, 512, 512, 128), (512,) * 10
+
+
+@needs_sm90
+@pytest.mark.parametrize("rows", [3, 8, 64, 512])
+@pytest.mark.parametrize("sizes", [ATTENTION, CONTEXT], ids=["attention", "context"])
+def test_the_weights_of_the_model_together_and_alone(sizes: tuple, rows: int) -> None:
+    """Bit for bit, in the same tiles, and right; a boundary at the wrong place would show."""
+    from pallas_kernels.quantized_matmul.mosaic_sm90 import quantized_matmul_mosaic
+
+    weights, x = several("mxfp8", rows, sizes, 6144), random_x(rows, rows, 6144)
+    poison(rows, sum(sizes))
+    outs = compiled_several("mosaic")(x, weights)
+    form = _quantized.FORMATS["mxfp8"]
+    alone = jax.jit(
+        functools.partial(quantized_matmul_mosaic, form=form, tiling=tuning.choose_mosaic(form, rows, sizes, 6144))
+    )
+    for out, weight in zip(outs, weights, strict=True):
+        parts = _quantized.take_apart(weight)
+        assert np.array_equal(out, alone(x, parts.codes, parts.scale, parts.global_scale))
+    assert_product(outs[1], x, weights[1])
+    assert_product(outs[-1], x, weights[-1])
+    with pytest.raises(AssertionError, match="of the elements are wrong"):
+        assert_product(outs[1], x, weights[2])
+
+
+MLP_RUNS = [
+    *(pytest.param(rows, "mosaic", marks=needs_sm90) for rows in ROWS),
+    *(pytest.param(rows, name, marks=MARKS[name]) for rows in (7, 200) for name in ("triton", "xla")),
+    *(pytest.param(rows, None, marks=needs_gpu) for rows in (8, 64)),
+]
+
+
+@pytest.mark.parametrize("rows, implementation", MLP_RUNS)
+@pytest.mark.parametrize(
+    "forms", [("mxfp8",) * 3, ("nvfp4",) * 3, ("mxfp8", "mxfp8", "nvfp4"), ("nvfp4", "nvfp4", "mxfp8")]
+)
+def test_mlp(rows: int, forms: tuple, implementation: str | None) -> None:
+    seed = secrets.randbits(32)
+    print(f"seed {seed}")
+    gate, up = (random_weight(f, seed + i, 1536, 1536, op="divide") for i, f in enumerate(forms[:2]))
+    down, x = random_weight(forms[2], seed + 2, 256, 1536), random_x(seed, rows, 1536) * jnp.bfloat16(2.0**-6)
+    poison(rows, 1536), poison(rows, 256)
+    out = compiled_mlp(implementation)(x, gate, up, down)
+    assert_mlp(out, x, gate, up, down)
+    with pytest.raises(AssertionError, match="too far"):
+        assert_mlp(out, x, up, gate, down)
+
+
+@needs_sm90
+@pytest.mark.parametrize("entry", range(len(tuning.all_swiglu_tilings())))
+def test_every_tiling_of_the_mlp(entry: int) -> None:
+    from pallas_kernels._quantized_mosaic import Swiglu
+    from pallas_kernels.quantized_matmul.mosaic_sm90 import quantized_mlp_mosaic
+
+    form, rows, tiling = tuning.all_swiglu_tilings()[entry]
+    for r in {min(rows, 300), max(1, tiling.tokens - 3)}:
+        gate, up = (random_weight(form.name, entry + i, 512, 6144) for i in range(2))
+        down, x = random_weight("mxfp8", entry, 256, 512), random_x(entry, r, 6144) * jnp.bfloat16(2.0**-8)
+        second = tuning.choose_mosaic(_quantized.MXFP8, r, 256, 512)
+        parts = [_quantized.take_apart(w) for w in (gate, up, down)]
+        static = dict(forms=tuple(p.format for p in parts), swiglu=Swiglu(1.702, 7.0, rounded=True))
+        run = jax.jit(functools.partial(quantized_mlp_mosaic, tilings=(tiling, second), **static))
+        poison(r, 512), poison(r, 256)
+        out = run(x, *(a for p in parts for a in (p.codes, p.scale, p.global_scale)))
+        assert_mlp(out, x, gate, up, down)
 
 
 # out, in, rows; of the model, and of tiles that do not fill the chip
@@ -176,6 +277,21 @@ def test_zero_weights_give_zero(form: str, implementation: str) -> None:
     assert not np.asarray(compiled(implementation)(x, weight), np.float32).any()
 
 
+@needs_sm90
+def test_vmap_of_several_weights_and_of_an_mlp() -> None:
+    weights, x = several("mxfp8", 3, (256, 128), 512), random_x(3, 4, 5, 512) * jnp.bfloat16(2.0**-6)
+    gate, up, down = (
+        random_weight("mxfp8", 4, 512, 512),
+        random_weight("mxfp8", 5, 512, 512),
+        random_weight("mxfp8", 6, 64, 512),
+    )
+    outs = jax.jit(jax.vmap(lambda x: quantized_matmuls(x, weights, implementation="mosaic")))(x)
+    for out, weight in zip(outs, weights, strict=True):
+        assert_product(out, x, weight)
+    mlp = functools.partial(quantized_mlp, alpha=1.702, limit=7.0, implementation="mosaic")
+    assert_mlp(jax.jit(jax.vmap(lambda x: mlp(x, gate, up, down)))(x), x, gate, up, down)
+
+
 @pytest.mark.parametrize("implementation", KERNELS)
 @pytest.mark.parametrize("form", FORMS)
 def test_vmap_and_a_loop(form: str, implementation: str) -> None:
@@ -219,14 +335,30 @@ def test_the_weight_reaches_the_kernel_without_a_copy(form: str, implementation:
 
 @needs_sm90
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("rows", [8, 64, 512])
-def test_the_change_of_order_is_part_of_what_makes_x(rows: int, form: str) -> None:
-    """One kernel for an activation and the order in which the Mosaic kernel wants its result, and then that kernel."""
-
-    def gated(gate: jax.Array, up: jax.Array, weight: Any) -> jax.Array:
-        made = jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)
-        return quantized_matmul(made.astype(jnp.bfloat16), weight, implementation="mosaic")
-
+@pytest.mark.parametrize("rows", [7, 8, 64, 512])
+def test_the_change_of_order_is_one_elementwise_kernel(rows: int, form: str) -> None:
+    """Rows that fill a tile included; and between the products of an MLP there is nothing."""
     x, weight = random_x(1, rows, 6144), random_weight(form, 1, 512, 6144)
-    entry = jax.jit(gated).lower(x, x, weight).compile().as_text().partition("\nENTRY")[2]
-    assert len(re.findall(r" fusion\(", entry)) == 1 and not re.search(r" (copy|transpose|pad|slice)\(", entry)
+    narrow = random_weight(form, 2, 512, 512)
+    for program in (
+        compiled("mosaic").lower(x, weight),
+        compiled_several("mosaic").lower(x, [weight]),
+        compiled_mlp("mosaic").lower(x, weight, weight, narrow),
+    ):
+        entry = program.compile().as_text().partition("\nENTRY")[2]
+        assert len(re.findall(r" fusion\(", entry)) == 1 and not re.search(r" (copy|transpose|pad)\(", entry)
+        assert re.search(r" fusion\(.*kind=kLoop", entry)
+
+
+@needs_sm90
+def test_the_weights_of_a_launch_reach_it_without_a_copy() -> None:
+    weights, x = several("mxfp8", 1, (512, 256, 256), 6144), random_x(1, 8, 6144)
+    down = random_weight("mxfp8", 1, 256, 512)
+    for program in (
+        compiled_several("mosaic").lower(x, weights),
+        compiled_mlp("mosaic").lower(x, weights[1], weights[2], down),
+    ):
+        text = program.compile().as_text()
+        assert len(re.findall(r"custom-call\(.*mosaic_gpu", text)) <= 2
+        for line in re.findall(r"= (?:u8|f8e4m3fn)\[\d+,\d+\]\S* (\w[\w-]*)\(", text):
+            assert line in ("parameter", "bitcast", "get-tuple-element"), line
