@@ -10,10 +10,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from dspark_jax import sampling
 from dspark_jax.checkpoint import Model
 from dspark_jax.measurement import Measurement, batches, interval
 from dspark_jax.sampling import SamplingParams
+from dspark_jax.speculation import target_law
 from dspark_jax.target import token_positions
 
 
@@ -38,7 +38,7 @@ def token_entropies(
 
     def one(row: Float[Array, "B H"]) -> tuple[Array, Array]:
         logits = target.lm_head.logits(row)[:, None]  # a position at a time: all logits would be T times as large
-        laws = sampling.target_log_probs(logits, SamplingParams()), sampling.target_log_probs(logits, params)
+        laws = (target_law(logits, p, target.kernels) for p in (SamplingParams(), params))
         raw, filtered = (-jnp.sum(jnp.where(p > -jnp.inf, jnp.exp(p) * p, 0.0), axis=-1)[:, 0] for p in laws)
         return raw, filtered
 

@@ -19,7 +19,7 @@ from dspark_jax.drafter import DSparkDrafter
 from dspark_jax.generate_config import FinishReason, GenerateConfig
 from dspark_jax.generation_state import Committed, Generation, GenerationState, StepRecord
 from dspark_jax.sampling import SamplingParams
-from dspark_jax.speculation import Plan, draft_block, expected_accepted, records_confidence, verify_block
+from dspark_jax.speculation import Plan, draft_block, expected_accepted, records_confidence, target_law, verify_block
 from dspark_jax.stats import AcceptanceStats
 from dspark_jax.target import last_row, token_positions
 
@@ -118,7 +118,7 @@ def _prefill(
             carry = lax.fori_loop(0, (jnp.max(lengths) + chunk - 1) // chunk, read, carry)
     cache, draft_cache, hidden = carry
     logits = target.lm_head.logits(hidden)[:, None]
-    log_p = sampling.target_log_probs(logits, params)
+    log_p = target_law(logits, params, target.kernels)
     first = sampling.sample(log_p[:, 0], sampling.step_keys(keys, 0))[:, None]
     zeros = jnp.zeros((batch,), jnp.int32)
     new = config.max_new_tokens
@@ -266,7 +266,7 @@ def _step(
         positions = token_positions(state.position, jnp.where(running, lengths + 1, 0), drafts + 1)
         out = target(block, positions, state.cache, capture=plan.capture, logits="none")
         logits = target.lm_head.logits(out.hidden)
-        log_p = sampling.target_log_probs(logits, state.params)
+        log_p = target_law(logits, state.params, target.kernels)
         tokens, accepted = verify_block(draft_tokens, log_q, log_p, keys, lengths, state, config, plan)
         expected = None
         if config.expected_acceptance and drafts:

@@ -14,20 +14,26 @@ class Kernels:
     split a kernel, so a model on a mesh of several devices takes `Kernels.xla()`.
 
     Attributes:
-      linear: `quantized_matmul`, for linears with MXFP8 or NVFP4 weights; others are XLA's in any case.
+      linear: `quantized_matmul`, for linears with MXFP8 or NVFP4 weights; others are XLA's in any case. Linears of the
+        same x, and those of an MLP, share a launch where "mosaic" can serve them so (None or "mosaic").
       experts: `grouped_experts`.
       attention: attention and block selection, of a step and of a chunk of a prompt alike. "mosaic" has no block-sparse
         form and serves dense layers and drafters alone. "xla" in the target: loops over the whole cache. None in the
-        target: by device and shape, in `dspark_jax.attention_forms`. A step on a GPU goes through the best kernel; a
-        chunk, of more than 16 tokens a row, through the loops as long as no other form has been measured to be faster;
-        without a GPU both take the loops.
+        target: by device and shape, in `dspark_jax.attention_forms`. On a GPU a step and a chunk, of more than 16
+        tokens a row, each go through the fastest kernel that serves them, else through the loops; without a GPU both
+        take the loops.
+      sampling: `filter_floors`, for the filters of sampling; has no "mosaic" form. "xla": a search without a sort,
+        `dspark_jax.sampling.search_floors`.
     """
 
     linear: Implementation | None = None
     experts: Implementation | None = None
     attention: Implementation | None = None
+    sampling: Literal["triton", "xla"] | None = None
 
     def __post_init__(self) -> None:
+        if self.sampling not in (None, "triton", "xla"):
+            raise ValueError(f"sampling must be None, 'triton' or 'xla', found {self.sampling!r}")
         for field in dataclasses.fields(self):
             if (value := getattr(self, field.name)) not in (None, "mosaic", "triton", "xla"):
                 raise ValueError(f"{field.name} must be None, 'mosaic', 'triton' or 'xla', found {value!r}")
@@ -35,4 +41,4 @@ class Kernels:
     @classmethod
     def xla(cls) -> "Kernels":
         """No kernels at all."""
-        return cls(linear="xla", experts="xla", attention="xla")
+        return cls(linear="xla", experts="xla", attention="xla", sampling="xla")

@@ -1,6 +1,7 @@
 """The two halves of a step: drafting a block and verifying it; and what a config means for a model."""
 
 import dataclasses
+import functools
 import logging
 from typing import NamedTuple
 
@@ -9,12 +10,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dspark_jax import sampling
+from dspark_jax.attention_forms import first_that_serves
 from dspark_jax.cache import DraftCache
 from dspark_jax.checkpoint import Model
 from dspark_jax.drafter import DSparkDrafter
 from dspark_jax.generate_config import GenerateConfig
 from dspark_jax.generation_state import GenerationState
+from dspark_jax.kernels import Kernels
 from dspark_jax.target import MiniMaxTarget
+from pallas_kernels import filter_floors
 
 log = logging.getLogger("dspark_jax")
 
@@ -147,6 +151,18 @@ def draft_block(
     return DraftedBlock(draft.tokens, draft.log_q, lengths, confidence)
 
 
+def target_law(
+    logits: Float[Array, "B N V"], params: sampling.SamplingParams, kernels: Kernels
+) -> Float[Array, "B N V"]:
+    """`sampling.target_log_probs` with the search for the floors that `kernels` names, or the best on this device."""
+
+    def run(form: str | None) -> Float[Array, "B N V"]:
+        floors = None if form == "xla" else functools.partial(filter_floors, implementation=form)
+        return sampling.target_log_probs(logits, params, floors=floors)
+
+    return first_that_serves(("triton", "xla") if kernels.sampling is None else (kernels.sampling,), run)
+
+
 def expected_accepted(
     draft_tokens: Int[Array, "B K"],
     log_q: Float[Array, "B K V"] | None,
@@ -171,7 +187,11 @@ def verify_block(
     config: GenerateConfig,
     plan: Plan,
 ) -> tuple[Int[Array, "B N"], Int[Array, " B"]]:
-    """-> tokens (accepted drafts, the correction or bonus token, then -1), accepted drafts."""
+    """-> tokens (accepted drafts, the correction or bonus token, then -1), accepted drafts.
+
+    `log_p` is one-hot in greedy rows, so the rules that draw once need not be told which they are: a condition would
+    have the device ask the host, and hold all of `log_p` in memory. "match" draws every row, and is told.
+    """
     if not plan.num_drafts:
         return sampling.sample(log_p[:, 0], keys)[:, None], jnp.zeros_like(lengths)
     if config.benchmark_forced_acceptance is not None:
@@ -184,6 +204,7 @@ def verify_block(
         tokens = jnp.pad(draft_tokens, [(0, 0), (0, 1)], constant_values=-1)
         tokens = jnp.where(slot == accepted[:, None], last, jnp.where(slot < accepted[:, None], tokens, -1))
         return tokens, accepted
+    greedy = jnp.broadcast_to(sampling.is_greedy(jnp.asarray(state.params.temperature)), lengths.shape)
     verified = sampling.verify(
         draft_tokens,
         None if plan.verify == "match" else log_q,
@@ -191,6 +212,6 @@ def verify_block(
         keys=keys,
         method=plan.verify,
         draft_lengths=lengths,
-        greedy=jnp.broadcast_to(sampling.is_greedy(jnp.asarray(state.params.temperature)), lengths.shape),
+        greedy=greedy if plan.verify == "match" else None,
     )
     return verified.tokens, verified.num_accepted

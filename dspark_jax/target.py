@@ -148,6 +148,7 @@ class MiniMaxTarget(nnx.Module):
         self.lm_head = Embedding(scope / "lm_head", config.vocab_size, config.hidden_size)
         self.config = config
         self.compute_dtype = jnp.dtype(compute_dtype)
+        self.kernels = scope.kernels
 
     def make_cache(self, batch: int, capacity: int) -> TargetCache:
         """An empty cache for `batch` rows of `capacity` tokens in the compute dtype."""

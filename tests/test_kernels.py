@@ -6,6 +6,7 @@ import generation_cases as cases
 import golden
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import AbstractMesh
@@ -15,6 +16,7 @@ from dspark_jax import checkpoint
 from dspark_jax.attention import Attention, Indexer
 from dspark_jax.layers import Linear
 from dspark_jax.moe import Experts
+from dspark_jax.speculation import target_law
 
 CONFIG = ds.TargetConfig.from_hf(golden.hf_config("m3-mxfp8-tiny"))
 NAMED = ds.Kernels(linear="triton", experts="mosaic", attention="triton")
@@ -97,3 +99,23 @@ def test_an_unknown_name_is_refused(field: str) -> None:
         pytest.raises(ValueError, match=f"{field} must be None, 'mosaic', 'triton' or 'xla', found 'cuda'"),
     ):
         ds.Kernels(**{field: "cuda"})
+
+
+def test_the_filters_have_no_mosaic_form() -> None:
+    with cases.unchecked(), pytest.raises(ValueError, match="sampling must be None, 'triton' or 'xla', found 'mosaic'"):
+        ds.Kernels(sampling="mosaic")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="the kernel can serve there")
+def test_the_filters_go_through_the_kernel_that_is_named() -> None:
+    logits = jax.random.normal(jax.random.key(0), (2, 3, 50), jnp.float32)
+    law = functools.partial(target_law, logits, ds.SamplingParams(top_k=9, top_p=0.8))
+    with pytest.raises(NotImplementedError, match=r"filter_floors\(implementation='triton'\).*NVIDIA"):
+        law(ds.Kernels(sampling="triton"))
+    np.testing.assert_array_equal(law(ds.Kernels()), law(ds.Kernels.xla()))
+
+
+def test_the_model_carries_the_choice_for_the_filters() -> None:
+    with cases.unchecked():
+        kernels = ds.Kernels(sampling="xla")
+        assert build(kernels).target.kernels == kernels

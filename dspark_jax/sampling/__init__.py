@@ -6,7 +6,7 @@ verification without coins.
 """
 
 from dspark_jax.sampling.drafting import DRAFTING_METHODS, Draft, draft, sample
-from dspark_jax.sampling.filters import target_log_probs
+from dspark_jax.sampling.filters import RowFloors, search_floors, target_log_probs
 from dspark_jax.sampling.keys import Purpose, purpose_keys, request_keys, step_keys
 from dspark_jax.sampling.laws import acceptance, expected_acceptance_length, num_accepted_probs, residual_log_probs
 from dspark_jax.sampling.methods import VERIFICATION_METHODS
@@ -19,6 +19,7 @@ __all__ = [
     "VERIFICATION_METHODS",
     "Draft",
     "Purpose",
+    "RowFloors",
     "SamplingParams",
     "Verified",
     "acceptance",
@@ -30,6 +31,7 @@ __all__ = [
     "request_keys",
     "residual_log_probs",
     "sample",
+    "search_floors",
     "step_keys",
     "target_log_probs",
     "verify",

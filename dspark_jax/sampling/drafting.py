@@ -70,22 +70,25 @@ def draft(
     # All at once, outside of the chain of slots that wait for each other.
     slot_keys = jax.vmap(draft_keys, in_axes=(None, 0))(keys, jnp.arange(slots, dtype=jnp.int32))
 
-    def draft_slot(slot: int | Array, previous: Array, carry: object) -> tuple[Draft, object]:
+    def draft_slot(slot: int | Array, rows: Array, previous: Array, carry: object) -> tuple[Draft, object]:
         bias, embedding, carry = markov(previous, _slot(hidden, slot), carry)
-        logits = _slot(base_logits, slot).astype(jnp.float32) + bias.astype(jnp.float32)
+        logits = _slot(rows, slot).astype(jnp.float32) + bias.astype(jnp.float32)
         token, log_q = choose(logits, temperature, slot_keys[slot], allowed)
         return Draft(token, log_q, embedding), carry
 
     def draft_next(slot: Array, state: tuple[Draft, Array, object]) -> tuple[Draft, Array, object]:
         block, previous, carry = state
-        drafted, carry = draft_slot(slot, previous, carry)
+        drafted, carry = draft_slot(slot, base_logits if block.log_q is None else block.log_q, previous, carry)
         block = jax.tree.map(lambda rows, row: lax.dynamic_update_index_in_dim(rows, row, slot, 1), block, drafted)
         return block, drafted.tokens, carry
 
-    # The first slot stands alone, because only there the carry is None. The loop fills log_q where it lies: joined from
-    # single slots it would be in memory twice.
-    first, carry = draft_slot(0, anchor, None)
-    block = jax.tree.map(lambda row: jnp.repeat(row[:, None], slots, axis=1), first)
+    # The first slot stands alone, because only there the carry is None. The loop writes log_q over the logits that it
+    # has read: anywhere else it would have to be filled first, and would be in memory beside them.
+    first, carry = draft_slot(0, base_logits, anchor, None)
+    block = jax.tree.map(lambda row: jnp.repeat(row[:, None], slots, axis=1), first._replace(log_q=None))
+    if first.log_q is not None:
+        rows = base_logits.astype(jnp.float32)
+        block = block._replace(log_q=lax.dynamic_update_index_in_dim(rows, first.log_q, 0, 1))
     return lax.fori_loop(1, slots, draft_next, (block, first.tokens, carry))[0]
 
 

@@ -1,11 +1,13 @@
 """The target's sampling distribution: temperature, min-p, top-k, top-p, without sorting the vocabulary."""
 
+import functools
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from dspark_jax.sampling.params import SamplingParams, inverse_temperature
 
@@ -14,8 +16,32 @@ _DIGIT_BITS = 4
 _INFINITY_BITS = 0x7F800000
 
 
+class RowFloors(NamedTuple):
+    """What the filters make of each row of logits, with score z = `scale` of a logit.
+
+    Attributes:
+      peak: the largest logit; 0 in a row without a finite one.
+      floor: the least score that is kept.
+      log_mass: the log of the sum of exp(z) over the tokens that are kept.
+      best: the first of the largest logits; meaningless in rows that did not ask for it.
+    """
+
+    peak: Float[Array, "B N"]
+    floor: Float[Array, "B N"]
+    log_mass: Float[Array, "B N"]
+    best: Int[Array, "B N"]
+
+
+# (logits [B,N,V], inverse temperature [B], top_k [B], top_p [B], min_p [B], find_best [B]) -> the fields of RowFloors
+Floors = Callable[[Array, Array, Array, Array, Array, Array], tuple[Array, Array, Array, Array]]
+
+
 def target_log_probs(
-    logits: Float[Array, "B N V"], params: SamplingParams, *, allowed: Bool[Array, " V"] | None = None
+    logits: Float[Array, "B N V"],
+    params: SamplingParams,
+    *,
+    allowed: Bool[Array, " V"] | None = None,
+    floors: Floors | None = None,
 ) -> Float[Array, "B N V"]:
     """The log-probabilities the target samples from, normalised, in fp32; -inf where a token cannot be drawn.
 
@@ -32,6 +58,8 @@ def target_log_probs(
       logits: any float dtype. NaN counts as -inf. All of a request's rows get the same filters.
       params: one value for the batch or one per request.
       allowed: tokens that may be drawn at all (False for padded vocabulary and mask ids). None: all.
+      floors: finds the scores that the filters keep, for instance `pallas_kernels.filter_floors`, which needs a few
+        readings of the logits. None: `search_floors`, which runs on every device.
 
     Returns:
       fp32 log-probabilities. A row without a finite logit is all -inf.
@@ -39,18 +67,53 @@ def target_log_probs(
     batch, _, vocab = logits.shape
     rows = params.broadcast(batch)
     greedy = rows.greedy
+    # The kernel that `floors` may be and what follows have to see the same bits.
+    inverse = inverse_temperature(jnp.asarray(rows.temperature))
+    top_k = jnp.where(greedy, 0, jnp.asarray(rows.top_k))
+    top_p = jnp.where(greedy, jnp.float32(1), jnp.asarray(rows.top_p))
+    min_p = jnp.where(greedy, jnp.float32(0), jnp.asarray(rows.min_p))
     if allowed is None:
         allowed = jnp.ones((vocab,), bool)
+    elif floors is not None:
+        logits = _clean(logits, allowed)
+    find = floors or functools.partial(search_floors, allowed=allowed)
+    peak, floor, log_mass, best = find(logits, inverse, top_k, top_p, min_p, greedy)
+    if floors is None:
+        # From the logits again, behind a barrier: scores shared with the sum would be one more [B, N, V] buffer.
+        logits, log_mass = lax.optimization_barrier((logits, log_mass))
+    z = (_clean(logits, allowed) - peak[..., None]) * inverse[:, None, None]  # the bits of `scale`
+    kept = (z >= floor[..., None]) & (z > -jnp.inf)
+    log_p = jnp.where(kept, z - log_mass[..., None], -jnp.inf)
+    one_hot = (jnp.arange(vocab, dtype=jnp.int32)[None, None] == best[..., None]) & (z == 0)
+    return jnp.where(greedy[:, None, None], jnp.where(one_hot, 0.0, -jnp.inf).astype(jnp.float32), log_p)
+
+
+def search_floors(
+    logits: Float[Array, "B N V"],
+    inverse: Float[Array, " B"],
+    top_k: Int[Array, " B"],
+    top_p: Float[Array, " B"],
+    min_p: Float[Array, " B"],
+    find_best: Bool[Array, " B"],
+    *,
+    allowed: Bool[Array, " V"],
+) -> RowFloors:
+    """The scores that the filters keep, found bit by bit and without a sort.
+
+    Args:
+      logits, allowed: as for `target_log_probs`.
+      inverse: inverse temperature.
+      top_k, top_p, min_p: as in `SamplingParams`.
+      find_best: rows whose argmax is wanted.
+    """
     peak = row_peak(logits, allowed)
-    inverse = inverse_temperature(jnp.asarray(rows.temperature))[:, None]
 
     def scores(logits: Array) -> Array:
-        return scale(logits, peak, inverse, allowed)
+        return scale(logits, peak, inverse[:, None], allowed)
 
-    top_k = jnp.where(greedy, 0, jnp.asarray(rows.top_k))[:, None]
-    top_p = jnp.where(greedy, 1.0, jnp.asarray(rows.top_p))[:, None]
+    top_k, top_p = top_k[:, None], top_p[:, None]
     # Every filter keeps the scores above a floor: min-p first, then the searches raise it where a row asks for it.
-    floor = jnp.broadcast_to(jnp.log(jnp.asarray(rows.min_p))[:, None], peak.shape)
+    floor = jnp.broadcast_to(jnp.log(min_p)[:, None], peak.shape)
     floor = lax.cond(
         jnp.any(top_k > 0),
         lambda: jnp.where(top_k > 0, jnp.maximum(floor, _top_k_floor(logits, scores, top_k)), floor),
@@ -63,17 +126,11 @@ def target_log_probs(
     )
     log_mass = jnp.log(jnp.sum(_weights(scores(logits), floor), axis=-1))
     best = lax.cond(
-        jnp.any(greedy),
+        jnp.any(find_best),
         lambda: jnp.argmax(scores(logits), axis=-1).astype(jnp.int32),
         lambda: jnp.zeros(peak.shape, jnp.int32),
     )
-    # From the logits again, behind a barrier: scores shared with the sum would be one more [B, N, V] buffer.
-    logits, log_mass = lax.optimization_barrier((logits, log_mass))
-    z = scores(logits)
-    kept = (z >= floor[..., None]) & (z > -jnp.inf)
-    log_p = jnp.where(kept, z - log_mass[..., None], -jnp.inf)
-    one_hot = (jnp.arange(vocab, dtype=jnp.int32)[None, None] == best[..., None]) & (z == 0)
-    return jnp.where(greedy[:, None, None], jnp.where(one_hot, 0.0, -jnp.inf).astype(jnp.float32), log_p)
+    return RowFloors(jnp.where(peak > -jnp.inf, peak, 0.0), floor, log_mass, best)
 
 
 def scale(

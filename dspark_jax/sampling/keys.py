@@ -11,7 +11,9 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.core import Tracer
+from jax.extend.random import threefry2x32_p
 from jaxtyping import Array, Float, Int, Key
 
 SEED_BITS = 64
@@ -111,6 +113,26 @@ def coins(keys: Key[Array, " B"], num: int) -> Float[Array, "B num"]:
 
 
 def gumbels(keys: Key[Array, " B"], num: int) -> Float[Array, "B num"]:
-    """Standard Gumbel numbers in fp32, all finite, each row from its own key."""
-    # "high": the default draws 23 bits a number, so a token of probability under 1e-7 would come up too often or never.
-    return jax.vmap(lambda key: jax.random.gumbel(key, (num,), jnp.float32, mode="high"))(keys)
+    """Standard Gumbel numbers in fp32, all finite, each row from its own key.
+
+    The numbers of `jax.random.gumbel` in mode "high", whose default draws 23 bits a number, so that a token of
+    probability under 1e-7 would come up too often or never.
+    """
+    if "threefry" not in str(jax.random.key_impl(keys)):
+        return jax.vmap(lambda key: jax.random.gumbel(key, (num,), jnp.float32, mode="high"))(keys)
+    # That function makes both halves of the bits as one array and then takes it apart: on a GPU they would lie in
+    # memory, and be made by a kernel of their own in front of the draw.
+    high, low = (_uniform(jax.random.key_data(keys), start, num) for start in (0, num))
+    # Exact to the last of 46 bits near 0, where the large numbers come from.
+    fine = jnp.where(high >= 0.5, high, high + jnp.float32(2**-23) * low + jnp.float32(2**-47))
+    return -jnp.log(-jnp.log1p(-fine))
+
+
+def _uniform(words: Array, start: int, num: int) -> Array:
+    """What `jax.random.uniform` draws at places start to start + num of an array, for keys of words [B,2]."""
+    shape = (words.shape[0], num)
+    place = lax.broadcasted_iota(jnp.uint32, shape, 1) + jnp.uint32(start)
+    first, second = (jnp.broadcast_to(words[:, i : i + 1], shape) for i in range(2))
+    left, right = threefry2x32_p.bind(first, second, jnp.zeros(shape, jnp.uint32), place)
+    mantissa = ((left ^ right) >> jnp.uint32(9)) | jnp.uint32(0x3F800000)
+    return lax.bitcast_convert_type(mantissa, jnp.float32) - jnp.float32(1)

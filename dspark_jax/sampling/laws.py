@@ -5,6 +5,7 @@ rounding. All of them compute in the dtype of their inputs, at least fp32, and a
 """
 
 import math
+from typing import Any
 
 import jax.numpy as jnp
 from jax.nn import logsumexp
@@ -92,6 +93,40 @@ def residual_log_probs(
       ValueError: an unknown method, a log_q given to "match", no draft_tokens where they are needed, or shapes that do
         not fit.
     """
+    residual, target = _residual(
+        log_q,
+        log_p,
+        log_rho,
+        num_accepted,
+        method=method,
+        draft_lengths=draft_lengths,
+        draft_tokens=draft_tokens,
+        proposal_valid=proposal_valid,
+    )
+    log_mass = logsumexp(residual, axis=-1, keepdims=True)
+    return jnp.where(log_mass > -jnp.inf, residual - jnp.where(log_mass > -jnp.inf, log_mass, 0.0), target)
+
+
+def residual_scores(
+    log_q: Array | None, log_p: Array, log_rho: Array, num_accepted: Array, **options: Any
+) -> Float[Array, "B V"]:
+    """`residual_log_probs` but for a constant in each row, which takes a reading less: a draw does not see it."""
+    residual, target = _residual(log_q, log_p, log_rho, num_accepted, **options)
+    return jnp.where(jnp.max(residual, axis=-1, keepdims=True) > -jnp.inf, residual, target)
+
+
+def _residual(
+    log_q: Array | None,
+    log_p: Array,
+    log_rho: Array,
+    num_accepted: Array,
+    *,
+    method: str,
+    draft_lengths: Array | None,
+    draft_tokens: Array | None,
+    proposal_valid: Array | None,
+) -> tuple[Array, Array]:
+    """-> the residual, not normalised and perhaps empty, and the target's row [B,V]."""
     rule = verification_rule(method)
     check_shapes(log_rho, log_q, log_p, method=method)
     check_rows(log_rho, num_accepted=num_accepted, proposal_valid=proposal_valid)
@@ -117,8 +152,7 @@ def residual_log_probs(
         difference = _log_positive_part(target, log_q[rows, slot], jnp.where(rejected, log_scale, 0.0))
         difference = jnp.where(rejected, difference, target)
         residual = difference if proposal_valid is None else jnp.where(proposal_valid[:, None], difference, residual)
-    log_mass = logsumexp(residual, axis=-1, keepdims=True)
-    return jnp.where(log_mass > -jnp.inf, residual - jnp.where(log_mass > -jnp.inf, log_mass, 0.0), target)
+    return residual, target
 
 
 def num_accepted_probs(h: Float[Array, "B K"], *, method: str) -> Float[Array, "B K+1"]:

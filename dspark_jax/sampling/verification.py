@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from dspark_jax.sampling.drafting import draw, draw_greedy
 from dspark_jax.sampling.keys import Purpose, coins, purpose_keys, row_keys
-from dspark_jax.sampling.laws import acceptance, check_rows, check_shapes, residual_log_probs, verified_lengths
+from dspark_jax.sampling.laws import acceptance, check_rows, check_shapes, residual_scores, verified_lengths
 from dspark_jax.sampling.methods import verification_rule
 
 
@@ -74,7 +74,7 @@ def verify(
             draft_tokens, log_q, log_p, method=method, draft_lengths=lengths, proposal_valid=proposal_valid
         )
         num_accepted = rule.accepted(coins(keys, draft_tokens.shape[1]), h)
-        law = residual_log_probs(
+        law = residual_scores(
             log_q,
             log_p,
             log_rho,

@@ -9,6 +9,7 @@ compiled program holds: outputs, temporaries, and in total with its arguments.
 """
 
 import argparse
+import functools
 import json
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import pallas_kernels
 from dspark_jax import sampling
 from dspark_jax.sampling import filters
 
@@ -61,6 +63,10 @@ def cases(settings: argparse.Namespace, params: sampling.SamplingParams) -> dict
         "step block": (step("block", sampling.target_log_probs), step_arguments),
         "step match": (step("match", sampling.target_log_probs), step_arguments),
     }
+    if settings.kernel:
+        log_probs = functools.partial(sampling.target_log_probs, floors=pallas_kernels.filter_floors)
+        found["filters, kernel"] = (lambda logits: log_probs(logits, params), ("logits",))
+        found["step block, kernel"] = (step("block", log_probs), step_arguments)
     if not settings.no_sort:
         found["top-p by sorting"] = (lambda logits: sorted_log_probs(logits, params), ("logits",))
         found["step block, top-p by sorting"] = (step("block", sorted_log_probs), step_arguments)
@@ -114,6 +120,7 @@ def main() -> None:
     parser.add_argument("--top-k", type=int, default=0)
     parser.add_argument("--digit-bits", type=int, choices=[1, 2, 4], default=None, help="bits found per reading")
     parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--kernel", action="store_true", help="also filter with pallas_kernels.filter_floors")
     parser.add_argument("--no-sort", action="store_true", help="leave out the variants that sort")
     parser.add_argument("--only", default="", help="run the cases whose name contains this")
     parser.add_argument("--json", default=None, metavar="FILE", help="also write the table there")

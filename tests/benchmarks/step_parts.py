@@ -13,7 +13,7 @@ import dspark_jax as ds
 from dspark_jax import sampling
 from dspark_jax.attention import LayerCache
 from dspark_jax.formats import MXFP8Array, NVFP4Array
-from dspark_jax.speculation import Plan, draft_block, verify_block
+from dspark_jax.speculation import Plan, draft_block, target_law, verify_block
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,13 +80,14 @@ def parts(model: ds.Model, state: Any, config: ds.GenerateConfig, context: int) 
     def draft_body(carry, drafter, embed, head, anchor, p0, ring):
         return carry, drafter.block(anchor, p0, ring, num_slots=drafts, embed=embed, head=head)
 
-    def draft_chain(carry, drafter, base, hidden, anchor, keys, temperature):
+    def draft_chain(base, drafter, hidden, anchor, keys, temperature):
+        # In a step nothing else reads these logits, and what they lie in becomes that of the laws.
         allowed = jnp.arange(base.shape[-1]) != d.mask_token_id
         chain = drafter.markov_head
         drafted = sampling.draft(
             base, hidden, anchor, markov=chain, temperature=temperature, keys=keys, method=config.draft, allowed=allowed
         )
-        return carry, drafted
+        return drafted.log_q, (drafted.tokens, drafted.prev_embeddings)
 
     def draft_context(ring, drafter, features, positions):
         return drafter.write_context(features, positions, ring), ()
@@ -110,7 +111,7 @@ def parts(model: ds.Model, state: Any, config: ds.GenerateConfig, context: int) 
         return carry, target.lm_head.logits(target.norm(x))
 
     def verification(carry, logits, draft_tokens, log_q, keys, state):
-        log_p = sampling.target_log_probs(logits, state.params)
+        log_p = target_law(logits, state.params, target.kernels)
         forced = dataclasses.replace(config, benchmark_forced_acceptance=None)
         return carry, verify_block(draft_tokens, log_q, log_p, keys, lengths, state, forced, plan)
 
@@ -157,8 +158,8 @@ def parts(model: ds.Model, state: Any, config: ds.GenerateConfig, context: int) 
             True,
         ),
         Part(
-            "draft: Markov chain and draws", draft_chain, (),
-            (drafter, base, hidden, state.anchor, keys, temperature), 1, chain_bytes, chain, True,
+            "draft: Markov chain and draws", draft_chain, jnp.copy(base),
+            (drafter, hidden, state.anchor, keys, temperature), 1, chain_bytes, chain, True,
         ),
         Part(
             "draft: context of the accepted", draft_context, jax.tree.map(jnp.copy, ring),

@@ -10,6 +10,7 @@ import pytest
 import sampling_oracles as oracles
 from hypothesis import strategies as st
 
+import pallas_kernels
 from dspark_jax import sampling
 
 # fp32 exponentials and one logarithm of a sum: relative to |log p|, plus one rounding.
@@ -126,6 +127,36 @@ def full(filters):
 def test_each_filter(filters):
     log_p = np.asarray(run(jnp.asarray(grid()), sampling.SamplingParams(**filters)))
     check(log_p, grid(), np.ones(40, bool), full(filters))
+
+
+def wide(*arguments):
+    """A search that finds the next lower score."""
+    found = pallas_kernels.filter_floors(*arguments)
+    return found._replace(floor=found.floor - 0.5)
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+def test_a_search_from_elsewhere(filters):
+    allowed = np.arange(40) % 9 != 2
+    narrow, wider = (
+        np.asarray(
+            sampling.target_log_probs(
+                jnp.asarray(grid()), sampling.SamplingParams(**filters), allowed=jnp.asarray(allowed), floors=floors
+            )
+        )
+        for floors in (pallas_kernels.filter_floors, wide)
+    )
+    check(narrow, grid(), allowed, full(filters))
+    with pytest.raises(AssertionError, match="should have been filtered out"):
+        check(wider, grid(), allowed, full(filters))
+
+
+def test_a_search_from_elsewhere_finds_the_token_of_greedy_rows():
+    params = sampling.SamplingParams(temperature=[0.0, 1.0] * 4, top_k=3, min_p=0.5)
+    ours, theirs = (
+        sampling.target_log_probs(jnp.asarray(grid()), params, floors=f) for f in (None, pallas_kernels.filter_floors)
+    )
+    np.testing.assert_allclose(theirs, ours, rtol=1e-6)
 
 
 def wrong_oracles():

@@ -147,6 +147,18 @@ def test_tokens_are_the_same_in_any_batch(method):
     assert (np.asarray(other_seeds) != whole).any()
 
 
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_gumbel_noise_is_jaxs_own_in_its_finer_mode(impl):
+    typed = jax.vmap(partial(jax.random.key, impl=impl))(jnp.arange(4, dtype=jnp.uint32))
+    fine, coarse = (
+        jax.vmap(lambda key, mode=mode: jax.random.gumbel(key, (1001,), jnp.float32, mode=mode))(typed)
+        for mode in ("high", "low")
+    )
+    found = np.asarray(keys.gumbels(typed, 1001))
+    np.testing.assert_allclose(found, fine, rtol=1e-6, atol=1e-6)
+    assert (np.abs(found - np.asarray(coarse)) > 1e-3).any()
+
+
 def test_gumbel_noise_reaches_into_the_tail():
     """The default noise stops at 16; a token of probability 1e-9 needs more to win as often as it should."""
     noise = np.asarray(keys.gumbels(sampling.request_keys(range(200)), 200_000))
