@@ -127,7 +127,7 @@ class Programs:
     """Compiles side by side. XLA runs kernels to choose among them, so nothing may be timed before `ready`."""
 
     def __init__(self) -> None:
-        self.pool, self.futures = ThreadPoolExecutor(max(4, (os.cpu_count() or 8) // 2)), []
+        self.pool, self.futures = ThreadPoolExecutor(8), []
 
     def __call__(self, function: Any, *args: Any, **static: Any) -> Future[Any]:
         try:
@@ -325,13 +325,13 @@ def main() -> None:
     table = Table(options)
     try:
         for context in options.context:  # the short one first, at every batch
-            table.check()
-            programs = Programs()
-            cases = [Case.prepare(model, batch, context, programs, options) for batch in options.batch]
-            programs.ready()
-            print(f"context {context}: compiled at {since_start():.0f} s", flush=True)
-            while cases:  # a case that has been timed gives its memory back
-                cases.pop(0).time(model, clock, bandwidth, table)
+            for batch in options.batch:
+                table.check()
+                programs = Programs()
+                case = Case.prepare(model, batch, context, programs, options)
+                programs.ready()
+                print(f"compiled at {since_start():.0f} s", flush=True)
+                case.time(model, clock, bandwidth, table)
     except OutOfTime:
         print(f"stopped after {since_start():.0f} s, the time limit is {options.time_limit:.0f} s")
 
