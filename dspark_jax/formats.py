@@ -116,13 +116,10 @@ def linear(
     return jnp.einsum("...i,oi->...o", x, dequantize(weight, x.dtype), precision=precision(x.dtype))
 
 
-MERGE = True  # linears of the same x share a launch; False: as many launches as linears, to compare
-
-
 def merges(implementation: str | None, *weights: Weight) -> bool:
     """Whether a kernel may serve these weights together: MXFP8 or NVFP4, and not told to go through another."""
     quantized = all(isinstance(weight, MXFP8Array | NVFP4Array) for weight in weights)
-    return MERGE and quantized and implementation in (None, "mosaic")
+    return quantized and implementation in (None, "mosaic")
 
 
 def linears(

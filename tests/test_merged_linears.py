@@ -161,7 +161,7 @@ def compare(m: Any, checked: Any, run: Any, kernels: Kernels, patch: pytest.Monk
     together = checked(m)
     kernels.exchange = True
     wrong = run(m)
-    patch.setattr(formats, "MERGE", False)
+    patch.setattr(formats, "merges", lambda *_: False)
     alone = run(m)
     assert equal(together, alone) and not equal(wrong, alone)
 
@@ -172,7 +172,7 @@ def test_apart(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = Kernels(monkeypatch)
     with cases.unchecked():
         if how == "told to":
-            monkeypatch.setattr(formats, "MERGE", False)
+            monkeypatch.setattr(formats, "merges", lambda *_: False)
         run_target(
             target(None if how == "plain" else "mxfp8", kernels=ds.Kernels.xla() if how == "another kernel" else None)
         )
@@ -194,5 +194,5 @@ def test_what_no_kernel_serves_goes_apart(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(formats, "quantized_matmuls", refuse)
         monkeypatch.setattr(layers, "quantized_mlp", refuse)
         refused = run_target(m)
-        monkeypatch.setattr(formats, "MERGE", False)
+        monkeypatch.setattr(formats, "merges", lambda *_: False)
         assert equal(refused, run_target(m))
