@@ -25,11 +25,7 @@ def check_scale(scale: Any, head_dim: int) -> float:
     """`scale` as a Python float; None means head_dim ** -0.5."""
     if scale is None:
         return head_dim**-0.5
-    if isinstance(scale, bool | jax.Array) or not hasattr(scale, "__float__"):
-        raise TypeError(f"scale must be a Python float or None, got {type(scale).__name__}: it is part of the program.")
-    if not math.isfinite(scale := float(scale)):
-        raise ValueError(f"scale must be finite, got {scale}.")
-    return scale
+    return check_constant("scale", scale)
 
 
 def check_constant(name: str, value: Any) -> float:

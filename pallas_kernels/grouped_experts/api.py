@@ -1,7 +1,6 @@
 """The public function `grouped_experts`."""
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -54,7 +53,7 @@ def grouped_experts(
         differentiated through a kernel: only "xla" has a derivative (of x, weights and plain stacks).
     """
     check_rows(x, experts, weights)
-    alpha, limit = check_constant("alpha", alpha), check_constant("limit", limit)
+    alpha, limit = _arguments.check_constant("alpha", alpha), _arguments.check_constant("limit", limit)
     gate_stack, gate_form = stacks.read("gate", gate)
     num_experts, inner, hidden = stacks.size(gate_stack, gate_form)
     if hidden != x.shape[1]:
@@ -107,11 +106,3 @@ def check_rows(x: Any, experts: Any, weights: Any) -> None:
         raise ValueError(f"weights must have the shape of experts {experts.shape}, got {weights.shape}.")
     if weights.dtype != jnp.float32:
         raise TypeError(f"weights must be float32, got {weights.dtype}; rounded weights spoil the sum.")
-
-
-def check_constant(name: str, value: Any) -> float:
-    if isinstance(value, bool | jax.Array) or not hasattr(value, "__float__"):
-        raise TypeError(f"{name} must be a Python float, got {type(value).__name__}: it is part of the program.")
-    if not math.isfinite(value := float(value)):
-        raise ValueError(f"{name} must be finite, got {value}.")
-    return value
