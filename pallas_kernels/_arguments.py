@@ -18,7 +18,7 @@ def check_window(window: Any) -> int | None:
         raise TypeError(f"window must be a Python int or None, got {type(window).__name__}: it is part of the program.")
     if (window := operator.index(window)) <= 0:
         raise ValueError(f"window must be at least 1 (a query sees itself), got {window}; pass None for no window.")
-    return window
+    return window if window < 2**31 else None  # positions are int32: it hides nothing
 
 
 def check_scale(scale: Any, head_dim: int) -> float:

@@ -26,12 +26,9 @@ def group_queries(q: jax.Array, kv_heads: int, scale: float) -> jax.Array:
 
 
 def start(grouped: jax.Array) -> Softmax:
-    rows = grouped.shape[:-1]
-    return Softmax(
-        jnp.zeros(grouped.shape, jnp.float32),
-        jnp.full(rows, NO_MAXIMUM, jnp.float32),
-        jnp.zeros(rows, jnp.float32),
-    )
+    # Like the queries and not of their shape alone: inside `shard_map` the state of a loop varies as they do.
+    values = jnp.zeros_like(grouped)
+    return Softmax(values, jnp.full_like(values[..., 0], NO_MAXIMUM), values[..., 0])
 
 
 def add_tile(state: Softmax, grouped: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array) -> Softmax:
@@ -50,7 +47,7 @@ def add_tile(state: Softmax, grouped: jax.Array, k: jax.Array, v: jax.Array, vis
 def finish(state: Softmax, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
     """-> out [B, K, Hq, D] in `dtype`, lse float32 [B, K, Hq] (natural log; -inf and out 0 without a key)."""
     b, hkv, g, k, d = state.values.shape
-    seen = state.total > 0
+    seen = state.total != 0  # also where a score was NaN
     total = jnp.where(seen, state.total, jnp.float32(1))
     # A row without a key may have touched nothing but pages that were never written.
     out = jnp.where(seen[..., None], state.values / total[..., None], jnp.float32(0))

@@ -193,7 +193,7 @@ def _largest_floor(
         return found + (digit << shift), None
 
     shifts = jnp.asarray(np.arange(32 - _DIGIT_BITS, -1, -_DIGIT_BITS), jnp.uint32)
-    found, _ = lax.scan(add_digit, jnp.zeros(logits.shape[:-1], jnp.uint32), shifts)
+    found, _ = lax.scan(add_digit, jnp.zeros_like(logits[..., 0], jnp.uint32), shifts)
     return -lax.bitcast_convert_type(jnp.minimum(found, jnp.uint32(_INFINITY_BITS)), jnp.float32)
 
 

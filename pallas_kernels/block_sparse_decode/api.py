@@ -76,4 +76,4 @@ def block_sparse_decode(
         implementation,
         {"triton": triton_form, "xla": lambda: functools.partial(block_sparse_decode_xla, **static)},
     )
-    return run(q, k_pages, v_pages, page_table, block_ids, q_start)
+    return run(*map(jnp.asarray, (q, k_pages, v_pages, page_table, block_ids, q_start)))

@@ -32,7 +32,7 @@ def block_sparse_decode_xla(
     def step(state: Softmax, block: jax.Array) -> tuple[Softmax, None]:
         key = block[..., None] * block_size + offset  # [B, K, Hkv, S]
         last = position[:, :, None, None]
-        visible = (block[..., None] >= 0) & (key <= last)
+        visible = (block[..., None] >= 0) & (block[..., None] <= last // block_size) & (key <= last)
         # The query's own key stands in for keys that it does not see: their pages need not exist.
         key = jnp.where(visible, key, jnp.maximum(last, 0))
         page = page_table[row, (key // page_size) % table_len]

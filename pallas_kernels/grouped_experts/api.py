@@ -90,7 +90,7 @@ def grouped_experts(
     builders = {"mosaic": mosaic, "triton": triton_form, "xla": xla}
     builders = {name: builders[name] for name in preferred(problem)}
     run: Any = _dispatch.choose("grouped_experts", implementation, builders)
-    return run(*arrays)
+    return run(*jax.tree.map(jnp.asarray, arrays))
 
 
 def check_rows(x: Any, experts: Any, weights: Any) -> None:

@@ -30,20 +30,22 @@ def grouped_experts_xla(
     flat_weights = weights.reshape(-1)
 
     def multiply(rows: jax.Array, stack: Stack, form: Format | None, expert: jax.Array) -> jax.Array:
-        matrix = stacks.dequantize(stacks.take(stack, expert), form, rows.dtype)
-        # Float32 means float32: a GPU would round the factors to TF32.
-        precision = lax.Precision.HIGHEST if rows.dtype == jnp.float32 else None
-        return jnp.einsum("ni,oi->no", rows, matrix, precision=precision)
+        # Float16 does not hold every weight; float32 means float32: a GPU would round the factors to TF32.
+        wide = jnp.bfloat16 if rows.dtype == jnp.bfloat16 else jnp.float32
+        matrix = stacks.dequantize(stacks.take(stack, expert), form, wide)
+        precision = lax.Precision.HIGHEST if wide == jnp.float32 else None
+        rows = rows.astype(wide)
+        return jnp.einsum("ni,oi->no", rows, matrix, precision=precision, preferred_element_type=jnp.float32)
 
     @jax.checkpoint  # or the derivative would keep the matrices of every tile
     def compute(expert: jax.Array, pairs: jax.Array) -> jax.Array:
         used = (pairs >= 0)[:, None]
         pairs = jnp.maximum(pairs, 0)
         inputs = jnp.where(used, x[pairs // k], jnp.zeros((), x.dtype))
-        g = multiply(inputs, gate, formats[0], expert).astype(jnp.float32)
-        u = multiply(inputs, up, formats[1], expert).astype(jnp.float32)
+        g = multiply(inputs, gate, formats[0], expert)
+        u = multiply(inputs, up, formats[1], expert)
         inner = swiglu_oai(g, u, alpha, limit).astype(x.dtype)
-        output = multiply(inner, down, formats[2], expert).astype(jnp.float32)
+        output = multiply(inner, down, formats[2], expert).astype(x.dtype).astype(jnp.float32)
         return jnp.where(used, output * flat_weights[pairs][:, None], jnp.float32(0))
 
     def step(total: jax.Array, tile: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
@@ -55,5 +57,5 @@ def grouped_experts_xla(
 
         return lax.cond(expert >= 0, add, lambda total: total, total), None
 
-    total = jnp.zeros(x.shape, jnp.float32)
+    total = jnp.zeros_like(x, jnp.float32)
     return lax.scan(step, total, (routing.expert, routing.pairs))[0]

@@ -221,3 +221,27 @@ def test_default_scale_and_window() -> None:
     assert_close(merged, expected["merged"], "float32")
     whole = block_attention(case.q, *case.block, *case.pages, case.q_start, window=None)
     assert_close(whole, expected["block"], "float32")
+
+
+def test_a_query_that_is_no_number_is_seen() -> None:
+    """In its own row alone, in the result and in its log-sum-exp; an empty row keeps 0 and -inf."""
+    case = random_case(
+        5, q_start=[20, 0], kv_length=[22, 0], queries=2, heads=(4, 2), head_dim=8, page=4, window=9, dtype="float32"
+    )
+    args = (*case.pages, case.q_start, case.kv_length)
+    right = windowed_decode(case.q, *args, window=9, implementation="xla")
+    out, lse = windowed_decode(case.q.at[0, 1, 2, 3].set(jnp.nan), *args, window=9, implementation="xla")
+    assert np.isnan(out[0, 1, 2]).all() and np.isnan(lse[0, 1, 2])
+    assert np.array_equal(np.isnan(lse), np.isnan(out).any(-1)) and np.isnan(lse).sum() == 1
+    rest = ~np.isnan(lse)
+    np.testing.assert_allclose(out[rest], right[0][rest], rtol=1e-6)
+    assert (lse[1] == -np.inf).all() and (out[1] == 0).all()
+
+
+def test_a_window_beyond_every_position_is_none() -> None:
+    case = random_case(
+        6, q_start=[20], kv_length=[22], queries=2, heads=(4, 2), head_dim=8, page=4, window=None, dtype="float32"
+    )
+    args = (case.q, *case.pages, case.q_start, case.kv_length)
+    for a, b in zip(*(windowed_decode(*args, window=w, implementation="xla") for w in (None, 2**31)), strict=True):
+        np.testing.assert_array_equal(a, b)

@@ -255,3 +255,13 @@ def test_arguments_are_checked_in_words() -> None:
         quantized_matmul(x, dataclasses.replace(nv, global_scale_op="add"))
     with pytest.raises(ValueError, match=re.escape("global_scale must be float32 (), got float32 (1,)")):
         quantized_matmul(x, dataclasses.replace(nv, global_scale=nv.global_scale[None]))
+
+
+def test_a_gate_below_float16_closes() -> None:
+    """Each of 64 inputs of 2,000 takes 4 away: -512,000 is -inf in float16, and its activation 0 all the same."""
+    one, down = random_weight("mxfp8", 1, 32, 64), random_weight("mxfp8", 2, 8, 32)
+    codes, scale = jnp.full((32, 64), -4, jnp.float8_e4m3fn), jnp.full((32, 2), 127, jnp.uint8)
+    minus = dataclasses.replace(one, codes=codes, scale=scale)
+    x = jnp.full((1, 64), 2000, jnp.float16)
+    out = quantized_mlp(x, minus, one, down, alpha=1.702, limit=7.0, implementation="xla")
+    assert (np.asarray(out, np.float32) == 0).all()
