@@ -16,10 +16,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 import pallas_kernels
 from dspark_jax import attention_forms, formats
-from dspark_jax.attention_forms import LOOPS, Form, attend_with_kernels, first_that_serves
+from dspark_jax.attention_forms import LOOPS, Form, attend_with_kernels
 from dspark_jax.cache import key_chunk, write_rows
 from dspark_jax.config import TargetConfig
 from dspark_jax.formats import Leaf
+from dspark_jax.kernels import first_that_serves
 from dspark_jax.layers import GemmaRMSNorm, Linear, Scope, project, rotate
 
 

@@ -5,7 +5,7 @@ is bytes. A chunk of a prompt has more, and its cost is products. The loops over
 call, have derivatives and can be split over devices; they go by the name `LOOPS`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -46,17 +46,6 @@ def choose(kernels: Kernels, work: Work, tokens: int, *arrays: Array) -> tuple[F
     if device_of(*arrays).platform != "gpu":
         return (LOOPS,)
     return (None,) if tokens <= STEP_TOKENS else CHUNK_FORMS[work]
-
-
-def first_that_serves[Result](forms: tuple[Form, ...], run: Callable[[Form], Result]) -> Result:
-    """`run` of the first form that does not raise NotImplementedError; the last one's error is passed on."""
-    *others, last = forms
-    for form in others:
-        try:
-            return run(form)
-        except NotImplementedError:
-            continue
-    return run(last)
 
 
 def selects_everything(*, tokens: int, slots: int, block_size: int, top_k: int) -> bool:

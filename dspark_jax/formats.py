@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from dspark_jax.kernels import first_that_serves
 from pallas_kernels import quantized_matmul, quantized_matmuls
 
 MXFP8_BLOCK = 32
@@ -126,13 +127,15 @@ def linears(
     x: Float[Array, "*batch I"], weights: Sequence[Weight], *, implementation: str | None = None
 ) -> tuple[Float[Array, "*batch _"], ...]:
     """`linear` of the same x with each weight, in one launch where `pallas_kernels.quantized_matmuls` can serve."""
-    if len(weights) > 1 and merges(implementation, *weights):
-        quantized: Any = weights
-        try:
+    quantized: Any = weights
+
+    def run(together: bool) -> tuple[Array, ...]:
+        if together:  # not weights of mixed formats, or not in whole tiles, or on another device
             return quantized_matmuls(x, quantized, implementation="mosaic")
-        except NotImplementedError:  # of mixed formats, not in whole tiles, or on another device
-            pass
-    return tuple(linear(x, weight, implementation=implementation) for weight in weights)
+        return tuple(linear(x, weight, implementation=implementation) for weight in weights)
+
+    several = len(weights) > 1 and merges(implementation, *weights)
+    return first_that_serves((True, False) if several else (False,), run)
 
 
 def quantize_mxfp8(weight: Float[Array, "*shape"]) -> MXFP8Array:

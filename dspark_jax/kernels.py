@@ -1,6 +1,7 @@
 """Which form of `pallas_kernels` the work of a model goes through: one choice, made where a model is built."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Literal
 
 Implementation = Literal["mosaic", "triton", "xla"]
@@ -32,13 +33,24 @@ class Kernels:
     sampling: Literal["triton", "xla"] | None = None
 
     def __post_init__(self) -> None:
-        if self.sampling not in (None, "triton", "xla"):
-            raise ValueError(f"sampling must be None, 'triton' or 'xla', found {self.sampling!r}")
         for field in dataclasses.fields(self):
-            if (value := getattr(self, field.name)) not in (None, "mosaic", "triton", "xla"):
-                raise ValueError(f"{field.name} must be None, 'mosaic', 'triton' or 'xla', found {value!r}")
+            known = ("triton", "xla") if field.name == "sampling" else ("mosaic", "triton", "xla")
+            if (value := getattr(self, field.name)) not in (None, *known):
+                names = f"{', '.join(['None', *map(repr, known[:-1])])} or {known[-1]!r}"
+                raise ValueError(f"{field.name} must be {names}, found {value!r}")
 
     @classmethod
     def xla(cls) -> "Kernels":
         """No kernels at all."""
         return cls(linear="xla", experts="xla", attention="xla", sampling="xla")
+
+
+def first_that_serves[Form, Result](forms: tuple[Form, ...], run: Callable[[Form], Result]) -> Result:
+    """`run` of the first form that does not raise NotImplementedError; the last one's error is passed on."""
+    *others, last = forms
+    for form in others:
+        try:
+            return run(form)
+        except NotImplementedError:
+            continue
+    return run(last)

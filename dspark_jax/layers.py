@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from dspark_jax import formats
-from dspark_jax.kernels import Kernels
+from dspark_jax.kernels import Kernels, first_that_serves
 from pallas_kernels import quantized_mlp
 
 Format = Literal["bf16", "f32", "mxfp8", "nvfp4/multiply", "nvfp4/divide"]
@@ -154,10 +154,13 @@ class SwigluMLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "*batch H"]) -> Float[Array, "*batch H"]:
         weights = [linear.weight.get_value() for linear in (self.gate_proj, self.up_proj, self.down_proj)]
-        if formats.merges(self.gate_proj.kernels.linear, *weights):
-            try:
-                return quantized_mlp(x, *weights, alpha=self.alpha, limit=self.limit, implementation="mosaic")
-            except NotImplementedError:  # of mixed formats, not in whole tiles, or on another device
-                pass
-        gate, up = project(x, self.gate_proj, self.up_proj)
-        return self.down_proj(swiglu_oai(gate, up, alpha=self.alpha, limit=self.limit))
+        constants = dict(alpha=self.alpha, limit=self.limit)
+
+        def run(together: bool) -> Array:
+            if together:
+                return quantized_mlp(x, *weights, **constants, implementation="mosaic")
+            gate, up = project(x, self.gate_proj, self.up_proj)
+            return self.down_proj(swiglu_oai(gate, up, **constants))
+
+        merged = formats.merges(self.gate_proj.kernels.linear, *weights)
+        return first_that_serves((True, False) if merged else (False,), run)

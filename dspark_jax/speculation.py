@@ -10,13 +10,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dspark_jax import sampling
-from dspark_jax.attention_forms import first_that_serves
 from dspark_jax.cache import DraftCache
 from dspark_jax.checkpoint import Model
 from dspark_jax.drafter import DSparkDrafter
 from dspark_jax.generate_config import GenerateConfig
 from dspark_jax.generation_state import GenerationState
-from dspark_jax.kernels import Kernels
+from dspark_jax.kernels import Kernels, first_that_serves
 from dspark_jax.target import MiniMaxTarget
 from pallas_kernels import filter_floors
 

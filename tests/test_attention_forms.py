@@ -15,7 +15,7 @@ from test_target import CAPACITY, ROWS, assert_golden, in_chunks, prompts
 
 from dspark_jax import attention, attention_forms
 from dspark_jax.attention_forms import CHUNK_FORMS, LOOPS, STEP_TOKENS
-from dspark_jax.kernels import Kernels
+from dspark_jax.kernels import Kernels, first_that_serves
 
 SLOTS = 128
 STEP, CHUNK = 4, 37  # 37: no group of queries that a kernel may cut has a divisor of it
@@ -162,10 +162,10 @@ def test_the_first_form_that_serves() -> None:
             raise NotImplementedError(f"no {form}")
         return form
 
-    assert attention_forms.first_that_serves(("mosaic", "triton", LOOPS), run) == LOOPS
-    assert attention_forms.first_that_serves((None, LOOPS), run) is None
+    assert first_that_serves(("mosaic", "triton", LOOPS), run) == LOOPS
+    assert first_that_serves((None, LOOPS), run) is None
     with pytest.raises(NotImplementedError, match="no triton"):
-        attention_forms.first_that_serves(("triton",), run)
+        first_that_serves(("triton",), run)
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="there a GPU serves")

@@ -2,18 +2,11 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
+from pallas_kernels._activations import swiglu_oai
 from pallas_kernels.grouped_experts import stacks
-
-
-def swiglu_oai(gate: jax.Array, up: jax.Array, alpha: float, limit: float) -> jax.Array:
-    """g · sigmoid(alpha · g) · (u + 1), g = min(gate, limit), u = clip(up, ±limit). The gate has no lower clamp."""
-    gate = jnp.minimum(gate, jnp.float32(limit))
-    up = jnp.clip(up, jnp.float32(-limit), jnp.float32(limit))
-    return gate * jax.nn.sigmoid(jnp.float32(alpha) * gate) * (up + jnp.float32(1))
 
 
 def grouped_experts_reference(

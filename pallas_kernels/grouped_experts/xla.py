@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels._activations import swiglu_oai
 from pallas_kernels._quantized import Format
 from pallas_kernels.grouped_experts import stacks
-from pallas_kernels.grouped_experts.reference import swiglu_oai
 from pallas_kernels.grouped_experts.routing import route
 from pallas_kernels.grouped_experts.stacks import Stack
 

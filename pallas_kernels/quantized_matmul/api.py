@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import _arguments, _dispatch, _quantized
+from pallas_kernels._activations import swiglu_oai
 from pallas_kernels._quantized import Operands, QuantizedWeight
 from pallas_kernels.quantized_matmul.tuning import choose_order
-from pallas_kernels.quantized_matmul.xla import quantized_matmul_xla, swiglu_xla
+from pallas_kernels.quantized_matmul.xla import quantized_matmul_xla
 
 
 def quantized_matmul(
@@ -104,12 +106,7 @@ def quantized_matmuls(
     def one_by_one(name: str | None) -> Any:
         return lambda x: tuple(quantized_matmul(x, weight, implementation=name) for weight in weights)
 
-    builders: dict[str, Any] = {"mosaic": mosaic}
-    builders |= {name: functools.partial(one_by_one, name) for name in ("triton", "xla")}
-    if implementation is None:
-        builders = {"mosaic": mosaic, "any": functools.partial(one_by_one, None)}
-    run: Any = _dispatch.choose("quantized_matmuls", implementation, builders)
-    return run(x)
+    return _together("quantized_matmuls", implementation, mosaic, one_by_one)(x)
 
 
 def quantized_mlp(
@@ -161,17 +158,19 @@ def quantized_mlp(
 
     def separate(name: str | None) -> Any:
         def run(x: jax.Array) -> jax.Array:
-            both = quantized_matmuls(x, [gate, up], implementation=name)
-            return quantized_matmul(swiglu_xla(*both, alpha=alpha, limit=limit), down, implementation=name)
+            g, u = (a.astype(jnp.float32) for a in quantized_matmuls(x, [gate, up], implementation=name))
+            return quantized_matmul(swiglu_oai(g, u, alpha, limit).astype(x.dtype), down, implementation=name)
 
         return run
 
-    builders: dict[str, Any] = {"mosaic": mosaic}
-    builders |= {name: functools.partial(separate, name) for name in ("triton", "xla")}
-    if implementation is None:
-        builders = {"mosaic": mosaic, "any": functools.partial(separate, None)}
-    run: Any = _dispatch.choose("quantized_mlp", implementation, builders)
-    return run(x)
+    return _together("quantized_mlp", implementation, mosaic, separate)(x)
+
+
+def _together(function: str, implementation: str | None, mosaic: Any, separate: Any) -> Any:
+    """The chosen form of what only Mosaic does in few launches, and the others call by call: `separate(name)`."""
+    names = ("triton", "xla") if implementation is not None else (None,)
+    others = {name or "any": functools.partial(separate, name) for name in names}
+    return _dispatch.choose(function, implementation, {"mosaic": mosaic, **others})
 
 
 def _read(weight: Any, name: str = "weight") -> Operands:

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pallas_kernels._activations import swiglu_oai
+
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -36,6 +38,4 @@ def quantized_mlp_reference(
     x: Float[Array, "*batch I"], gate: Any, up: Any, down: Any, *, alpha: float, limit: float
 ) -> Float[Array, "*batch O"]:
     g, u = (a.astype(jnp.float32) for a in quantized_matmuls_reference(x, [gate, up]))
-    g, u = jnp.minimum(g, jnp.float32(limit)), jnp.clip(u, jnp.float32(-limit), jnp.float32(limit))
-    inner = g * jax.nn.sigmoid(jnp.float32(alpha) * g) * (u + jnp.float32(1))
-    return quantized_matmul_reference(inner.astype(x.dtype), down)
+    return quantized_matmul_reference(swiglu_oai(g, u, alpha, limit).astype(x.dtype), down)

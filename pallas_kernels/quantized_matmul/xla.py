@@ -16,11 +16,3 @@ def quantized_matmul_xla(x: jax.Array, weight: Operands) -> jax.Array:
     exact = dequantize_blocks(weight.format, weight.codes, weight.scale).astype(wide)
     sums = lax.dot_general(x.astype(wide), exact, (((1,), (1,)), ((), ())), precision, jnp.float32)
     return (sums * weight.factor.reshape(1, 1)).astype(x.dtype)
-
-
-def swiglu_xla(gate: jax.Array, up: jax.Array, *, alpha: float, limit: float) -> jax.Array:
-    """The activation of `quantized_mlp` in float32, rounded to the dtype of its operands."""
-    # A float16 gate may be -inf, and -inf times its sigmoid would be no number.
-    g = jnp.clip(gate.astype(jnp.float32), jnp.finfo(jnp.float32).min, jnp.float32(limit))
-    u = jnp.clip(up.astype(jnp.float32), jnp.float32(-limit), jnp.float32(limit))
-    return (g * jax.nn.sigmoid(jnp.float32(alpha) * g) * (u + jnp.float32(1))).astype(gate.dtype)
