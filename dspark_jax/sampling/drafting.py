@@ -20,14 +20,14 @@ class SlotDraw(NamedTuple):
 
     Attributes:
       allowed: bool [V], tokens that may be drawn.
-      words: uint32 [B,2], threefry keys of the slot's Gumbel numbers, those of `keys.gumbels`.
+      words: uint32 [B,K,2], threefry keys of the slots' Gumbel numbers, those of `keys.gumbels`.
       inverse_temperature: fp32 [B].
       drawn: bool [B]; rows where False take the argmax, the first index of equal ones.
       keep: whether the logits are read afterwards.
     """
 
     allowed: Bool[Array, " V"]
-    words: UInt32[Array, "B 2"]
+    words: UInt32[Array, "B K 2"]
     inverse_temperature: Float[Array, " B"]
     drawn: Bool[Array, " B"]
     keep: bool
@@ -155,12 +155,12 @@ def _draft_slots(
     """`draft` where bias, law and draw of a slot are one piece of work."""
     if "threefry" not in str(jax.random.key_impl(slot_keys)):
         raise NotImplementedError(f"draw_slot needs threefry keys, got {jax.random.key_impl(slot_keys)}.")
-    words = jax.random.key_data(slot_keys)
+    words = jnp.swapaxes(jax.random.key_data(slot_keys), 0, 1)
     greedy = is_greedy(temperature) if keep else jnp.ones(temperature.shape, bool)
     inverse = inverse_temperature(temperature) if keep else jnp.ones(temperature.shape, jnp.float32)
+    settings = SlotDraw(allowed, words, inverse, ~greedy, keep)
     logits, previous, carry, drawn = base_logits.astype(jnp.float32), anchor.astype(jnp.int32), None, []
     for slot in range(base_logits.shape[1]):
-        settings = SlotDraw(allowed, words[slot], inverse, ~greedy, keep)
         found = draw_slot(logits, slot, previous, hidden[:, slot], carry, settings)
         logits, previous, carry = found.logits, found.token, found.carry
         drawn.append((found.token, found.peak, found.log_mass, found.embedding))

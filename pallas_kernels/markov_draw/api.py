@@ -34,7 +34,7 @@ def markov_draw(
     index: Int32[Array, " B"],
     table: Float[Array, "V r"],
     allowed: Bool[Array, " V"],
-    words: UInt32[Array, "B 2"],
+    words: UInt32[Array, "B K 2"],
     inverse_temperature: Float32[Array, " B"],
     drawn: Bool[Array, " B"],
     *,
@@ -45,7 +45,7 @@ def markov_draw(
     """Draws slot `slot` of a block of drafts: from softmax((logits[:, slot] + table · latents[index]) / temperature).
 
     By Gumbel-max with the numbers of `jax.random.gumbel(key, [V], float32, mode="high")`, the threefry key of row b
-    being `words[b]`; rows that are not drawn take their first largest logit. DSpark, arXiv 2607.05147, section 3.1, for
+    being `words[b, slot]`; rows that are not drawn take their first largest logit. DSpark, arXiv 2607.05147, section 3.1, for
     the bias. Sums are in float32 and in an order of their own that depends on no other row.
 
     Args:
@@ -71,7 +71,7 @@ def markov_draw(
     given: dict[str, tuple[Any, tuple[int, ...], Any]] = dict(
         logits=(logits, logits.shape, jnp.float32), index=(index, (batch,), jnp.int32),
         table=(table, (vocab, latents.shape[1]), latents.dtype), allowed=(allowed, (vocab,), jnp.bool_),
-        words=(words, (batch, 2), jnp.uint32), inverse_temperature=(inverse_temperature, (batch,), jnp.float32),
+        words=(words, (batch, slots, 2), jnp.uint32), inverse_temperature=(inverse_temperature, (batch,), jnp.float32),
         drawn=(drawn, (batch,), jnp.bool_),
     )  # fmt: skip
     for name, (array, shape, dtype) in given.items():

@@ -11,7 +11,7 @@ def markov_draw_reference(
     index: Int32[Array, " B"],
     table: Float[Array, "V r"],
     allowed: Bool[Array, " V"],
-    words: UInt32[Array, "B 2"],
+    words: UInt32[Array, "B K 2"],
     inverse_temperature: Float32[Array, " B"],
     drawn: Bool[Array, " B"],
     *,
@@ -26,7 +26,7 @@ def markov_draw_reference(
     some = peak > -jnp.inf
     peak = jnp.where(some, peak, 0.0)  # -inf - -inf would be NaN
     z = (x - peak[:, None]) * inverse_temperature[:, None]
-    keys = jax.random.wrap_key_data(words, impl="threefry2x32")
+    keys = jax.random.wrap_key_data(words[:, slot], impl="threefry2x32")
     noise = jax.vmap(lambda key: jax.random.gumbel(key, z.shape[1:], jnp.float32, mode="high"))(keys)
     best = jnp.argmax(z + jnp.where(drawn[:, None], noise, 0.0), axis=-1).astype(jnp.int32)
     log_mass = jnp.where(some, jnp.log(jnp.sum(jnp.exp(z), axis=-1)), 0.0)

@@ -39,7 +39,6 @@ def build(logits: Any, latents: Any) -> Callable[..., tuple[jax.Array, ...]]:
         keep: bool,
     ) -> tuple[jax.Array, ...]:
         kernel = _opaque(functools.partial(run, slot=slot, keep=keep))
-        index = jnp.where(index < 0, index + latents.shape[0], index)
         settings = jnp.stack([inverse, drawn.astype(jnp.float32)], axis=-1)
         out, token, numbers = kernel(logits, index, words, settings, latents, table, allowed.astype(jnp.int8))
         return out, token, numbers[:, 0], numbers[:, 1]
@@ -80,7 +79,7 @@ def run(
             shape(logits.shape, jnp.float32), shape((batch, 3, chunks), jnp.float32), shape((batch, chunks), jnp.int32)
         ],
         grid=(-(-batch // kept), chunks), input_output_aliases={0: 0}, name="markov_draw_score_triton",
-        num_warps=warps, num_stages=stages, BATCH=batch, SLOTS=slots, VOCAB=vocab, RANK=rank,
+        num_warps=warps, num_stages=stages, BATCH=batch, SLOTS=slots, LATENTS=latents.shape[0], VOCAB=vocab, RANK=rank,
         CHUNKS=chunks, ROWS=max(kept, 16), KEPT=kept, WIDTH=width, STEP=min(STEP, power_of_two(rank)), KEEP=keep,
     )  # fmt: skip
     token, numbers = jax_triton.triton_call(

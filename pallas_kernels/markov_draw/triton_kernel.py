@@ -72,8 +72,8 @@ def noise(high, low):
 def score(
     logits_ptr, index_ptr, words_ptr, settings_ptr, latents_ptr, table_ptr, allowed_ptr, slot,
     out_ptr, part_ptr, best_ptr,
-    BATCH: tl.constexpr, SLOTS: tl.constexpr, VOCAB: tl.constexpr, RANK: tl.constexpr, CHUNKS: tl.constexpr,
-    ROWS: tl.constexpr, KEPT: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, KEEP: tl.constexpr,
+    BATCH: tl.constexpr, SLOTS: tl.constexpr, LATENTS: tl.constexpr, VOCAB: tl.constexpr, RANK: tl.constexpr,
+    CHUNKS: tl.constexpr, ROWS: tl.constexpr, KEPT: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """Logits of one chunk in some rows; of each row the largest one, the mass relative to it, the best noisy score."""
     group, chunk = tl.program_id(0), tl.program_id(1)
@@ -88,7 +88,8 @@ def score(
     # A product has at least 16 rows: those that are none of ours are zeros.
     place = group * KEPT + tl.arange(0, ROWS)
     ours = (place < BATCH) & (tl.arange(0, ROWS) < KEPT)
-    latent = tl.load(index_ptr + place, mask=ours, other=0).to(tl.int64) * RANK
+    latent = tl.load(index_ptr + place, mask=ours, other=0).to(tl.int64)
+    latent = tl.where(latent < 0, latent + LATENTS, latent) * RANK
     bias = tl.zeros([ROWS, WIDTH], tl.float32)
     for start in range(0, RANK, STEP):
         column = start + tl.arange(0, STEP)
@@ -116,8 +117,8 @@ def score(
     drawn = tl.load(settings_ptr + row * 2 + 1, mask=real, other=0.0) != 0.0
     z = (x - tl.where(top > float("-inf"), top, 0.0)[:, None]) * inverse[:, None]
     mass = tl.sum(tl.exp(z), 1)
-    first = tl.load(words_ptr + row * 2, mask=real, other=0)
-    second = tl.load(words_ptr + row * 2 + 1, mask=real, other=0)
+    words = words_ptr + (row * SLOTS + slot) * 2
+    first, second = tl.load(words, mask=real, other=0), tl.load(words + 1, mask=real, other=0)
     bound = z
     if tl.max(drawn.to(tl.int32), 0) > 0:
         high = uniform(first[:, None], second[:, None], token.to(tl.uint32)[None, :])

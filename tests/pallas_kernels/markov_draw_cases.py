@@ -32,7 +32,7 @@ def arguments(
     return dict(
         logits=jnp.asarray(logits), latents=rows, index=jnp.asarray(rng.integers(-1, latents, batch), jnp.int32),
         table=table, allowed=jnp.asarray(allowed),
-        words=jnp.asarray(rng.integers(0, 2**32, (batch, 2), dtype=np.uint32)),
+        words=jnp.asarray(rng.integers(0, 2**32, (batch, slots, 2), dtype=np.uint32)),
         inverse_temperature=jnp.asarray(np.float32(1) / np.where(greedy, np.float32(1), temperature)),
         drawn=jnp.asarray(~greedy),
     )  # fmt: skip
@@ -77,7 +77,7 @@ def problems(given: dict[str, jax.Array], found, slot: int, *, keep: bool = True
     if not np.array_equal(token == -1, empty) or not ((token >= -1) & (token < x.shape[1])).all():
         return [*said, f"tokens {token.tolist()}, rows without a token {np.flatnonzero(empty).tolist()}"]
     drawn = np.asarray(given["drawn"])
-    noisy = z + np.where(drawn[:, None], gumbels(np.asarray(given["words"]), x.shape[1]), 0)
+    noisy = z + np.where(drawn[:, None], gumbels(np.asarray(given["words"])[:, slot], x.shape[1]), 0)
     own = np.where(empty, noisy.max(axis=1), np.take_along_axis(noisy, np.maximum(token, 0)[:, None], 1)[:, 0])
     with np.errstate(invalid="ignore"):
         lost = np.where(empty, 0, noisy.max(axis=1) - own) / np.maximum(1, inverse)
@@ -89,7 +89,7 @@ def problems(given: dict[str, jax.Array], found, slot: int, *, keep: bool = True
 def equal_tokens(given: dict[str, jax.Array], slot: int) -> np.ndarray:
     """Of the oracle; rows in which two tokens come within twice the rounding have -2."""
     x, z = scores(given, slot)
-    noisy = z + np.where(np.asarray(given["drawn"])[:, None], noise(np.asarray(given["words"]), x.shape[1]), 0)
+    noisy = z + np.where(np.asarray(given["drawn"])[:, None], noise(np.asarray(given["words"])[:, slot], x.shape[1]), 0)
     second, first = np.partition(np.where(noisy > -np.inf, noisy, -1e30), -2, axis=1)[:, -2:].T
     inverse = np.asarray(given["inverse_temperature"])
     near = first - second <= 2 * DRAW_TOLERANCE * np.maximum(1, inverse)
