@@ -45,8 +45,8 @@ def markov_draw(
     """Draws slot `slot` of a block of drafts: from softmax((logits[:, slot] + table · latents[index]) / temperature).
 
     By Gumbel-max with the numbers of `jax.random.gumbel(key, [V], float32, mode="high")`, the threefry key of row b
-    being `words[b, slot]`; rows that are not drawn take their first largest logit. DSpark, arXiv 2607.05147, section 3.1, for
-    the bias. Sums are in float32 and in an order of their own that depends on no other row.
+    being `words[b, slot]`; rows that are not drawn take their first largest logit. Sums are in float32 and in an order
+    of their own that depends on no other row. For the bias: DSpark, arXiv 2607.05147, section 3.1.
 
     Args:
       latents, index: what the table is multiplied by in row b is `latents[index[b]]`; -1 is the last one.

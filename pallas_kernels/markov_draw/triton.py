@@ -12,7 +12,7 @@ from pallas_kernels._triton import power_of_two, require_triton
 
 LARGEST_VOCABULARY = 2**21  # one program of the second kernel holds what all chunks of a row left
 # Of rows that read a tile of the table together, at most this many: tokens of a tile, warps, and tiles under way.
-TILES = {8: (128, 4, 4), 64: (64, 8, 4)}
+TILES = {8: (128, 4, 4), 64: (64, 4, 4)}
 MOST_ROWS = max(TILES)
 STEP = 64  # of the rank at a time
 
@@ -46,6 +46,11 @@ def build(logits: Any, latents: Any) -> Callable[..., tuple[jax.Array, ...]]:
     return draw
 
 
+def tile(rows: int) -> tuple[int, int, int]:
+    """Tokens of a tile, warps and tiles under way for so many rows that read a tile together."""
+    return next(TILES[most] for most in sorted(TILES) if rows <= most)
+
+
 def run(
     logits: jax.Array,
     index: jax.Array,
@@ -70,7 +75,7 @@ def run(
 
     batch, slots, vocab = logits.shape
     kept = min(power_of_two(batch, 1), MOST_ROWS)
-    width, warps, stages = next(TILES[most] for most in sorted(TILES) if kept <= most)
+    width, warps, stages = tile(kept)
     rank, chunks = table.shape[1], -(-vocab // width)
     shape = jax.ShapeDtypeStruct
     out, part, best = jax_triton.triton_call(
