@@ -78,8 +78,9 @@ def run(
     width, warps, stages = tile(kept)
     rank, chunks = table.shape[1], -(-vocab // width)
     shape = jax.ShapeDtypeStruct
+    # Slots count from 2 in the kernel: an argument of 1 would be compiled anew, as a constant.
     out, part, best = jax_triton.triton_call(
-        logits, index, words, settings, latents, table, allowed, slot, kernel=triton_kernel.score,
+        logits, index, words, settings, latents, table, allowed, slot + 2, kernel=triton_kernel.score,
         out_shape=[
             shape(logits.shape, jnp.float32), shape((batch, 3, chunks), jnp.float32), shape((batch, chunks), jnp.int32)
         ],

@@ -70,14 +70,14 @@ def noise(high, low):
 
 @triton.jit
 def score(
-    logits_ptr, index_ptr, words_ptr, settings_ptr, latents_ptr, table_ptr, allowed_ptr, slot,
+    logits_ptr, index_ptr, words_ptr, settings_ptr, latents_ptr, table_ptr, allowed_ptr, slot_plus_2,
     out_ptr, part_ptr, best_ptr,
     BATCH: tl.constexpr, SLOTS: tl.constexpr, LATENTS: tl.constexpr, VOCAB: tl.constexpr, RANK: tl.constexpr,
     CHUNKS: tl.constexpr, ROWS: tl.constexpr, KEPT: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr,
     KEEP: tl.constexpr,
 ):  # fmt: skip
     """Logits of one chunk in some rows; of each row the largest one, the mass relative to it, the best noisy score."""
-    group, chunk = tl.program_id(0), tl.program_id(1)
+    group, chunk, slot = tl.program_id(0), tl.program_id(1), slot_plus_2 - 2
     token = chunk * WIDTH + tl.arange(0, WIDTH)
     inside = token < VOCAB
     row = group * KEPT + tl.arange(0, KEPT)

@@ -112,6 +112,6 @@ def test_the_kernels_compile(batch: int, vocab: int, rank: int, capability: int)
     for kernel, options in ((triton_kernel.score, dict(num_warps=warps, num_stages=stages)), (triton_kernel.pick, {})):
         names = [parameter.name for parameter in kernel.params]
         pointers = {n: kinds.get(n.removesuffix("_ptr"), F32) for n in names if n.endswith("_ptr")}
-        pointers |= {"slot": "i32"} if "slot" in names else {}
+        pointers |= {"slot_plus_2": "i32"} if "slot_plus_2" in names else {}
         constants = {n: known[n] for n in names if n not in pointers}
         assert compiled(kernel, capability, pointers, constants, **options).asm["cubin"]
