@@ -150,9 +150,8 @@ def test_a_row_depends_neither_on_others_nor_on_their_number() -> None:
 
 @requires_interpreter
 @pytest.mark.slow
-@pytest.mark.parametrize("batch, rank", [(1, 256), (3, 16), (16, 16)])
-def test_the_real_vocabulary(batch: int, rank: int) -> None:
-    given = arguments(batch, 200_064, rank, slots=1)
+def test_the_real_vocabulary() -> None:
+    given = arguments(3, 200_064, 256, slots=1)
     found = run(given, 0)
     assert not problems(given, found, 0)
     same(given, found, 0)
