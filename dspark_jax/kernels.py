@@ -23,8 +23,8 @@ class Kernels:
         target: by device and shape, in `dspark_jax.attention_forms`. On a GPU a step and a chunk, of more than 16
         tokens a row, each go through the fastest kernel that serves them, else through the loops; without a GPU both
         take the loops.
-      sampling: `filter_floors`, for the filters of sampling; has no "mosaic" form. "xla": a search without a sort,
-        `dspark_jax.sampling.search_floors`.
+      sampling: `filter_floors`, for the filters of sampling, and `markov_draw`, for drafts of a Markov head; have no
+        "mosaic" form. "xla": a search without a sort, `dspark_jax.sampling.search_floors`, and `sampling.draft` alone.
     """
 
     linear: Implementation | None = None
