@@ -24,16 +24,20 @@ class Kernels:
         take the loops.
       sampling: `filter_floors`, for the filters of sampling; has no "mosaic" form. "xla": a search without a sort,
         `dspark_jax.sampling.search_floors`.
+      rotation: `rotate_heads`, between the projections and attention; has no "triton" form.
     """
 
     linear: Implementation | None = None
     experts: Implementation | None = None
     attention: Implementation | None = None
     sampling: Literal["triton", "xla"] | None = None
+    rotation: Literal["mosaic", "xla"] | None = "xla"
 
     def __post_init__(self) -> None:
         if self.sampling not in (None, "triton", "xla"):
             raise ValueError(f"sampling must be None, 'triton' or 'xla', found {self.sampling!r}")
+        if self.rotation not in (None, "mosaic", "xla"):
+            raise ValueError(f"rotation must be None, 'mosaic' or 'xla', found {self.rotation!r}")
         for field in dataclasses.fields(self):
             if (value := getattr(self, field.name)) not in (None, "mosaic", "triton", "xla"):
                 raise ValueError(f"{field.name} must be None, 'mosaic', 'triton' or 'xla', found {value!r}")
@@ -41,4 +45,4 @@ class Kernels:
     @classmethod
     def xla(cls) -> "Kernels":
         """No kernels at all."""
-        return cls(linear="xla", experts="xla", attention="xla", sampling="xla")
+        return cls(linear="xla", experts="xla", attention="xla", sampling="xla", rotation="xla")
