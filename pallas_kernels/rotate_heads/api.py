@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
@@ -46,8 +45,8 @@ def rotate_heads(
 ) -> tuple[Array, ...]:
     """Norms and rotates heads of a joined projection, and writes those that have a cache into it.
 
-    A head's D values are divided by their root mean square, scaled by its weight, and the first `rotary_dim` of them are
-    rotated by the angles of its position (NeoX halves: i pairs with i + rotary_dim / 2), in float32, rounded once.
+    A head's D values are divided by their root mean square, scaled by its weight, and the first `rotary_dim` of them
+    are rotated by the angles of its position (NeoX halves: i pairs with i + rotary_dim / 2), in float32, rounded once.
 
     Args:
       x: bfloat16, float16 or float32; F = D times all heads, those of `heads` one after the other.
