@@ -24,7 +24,8 @@ class Kernels:
         take the loops.
       sampling: `filter_floors`, for the filters of sampling; has no "mosaic" form. "xla": a search without a sort,
         `dspark_jax.sampling.search_floors`.
-      rotation: `rotate_heads`, between the projections and attention; has no "triton" form.
+      rotation: `rotate_heads`, between the projections and attention; has no "triton" form. "xla", as long as nobody
+        has measured the kernel: norms, rotation and the writes into the caches as XLA fuses them.
     """
 
     linear: Implementation | None = None

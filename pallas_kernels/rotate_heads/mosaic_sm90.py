@@ -1,6 +1,6 @@
 """`rotate_heads` for Hopper, in Pallas Mosaic GPU.
 
-A warpgroup serves up to 64 heads of one token: they come to shared memory in one copy and leave in one for each
+A warpgroup serves some heads of one token: they come to shared memory in one copy and leave in one for each
 destination. Between, a head lies in half a warp, a rotary pair in one thread.
 """
 
@@ -14,6 +14,9 @@ from jax import lax
 from pallas_kernels import _dispatch
 from pallas_kernels import _mosaic as gpu
 from pallas_kernels.rotate_heads.problem import Problem, Segment, angles
+
+# Heads of one block: with few tokens short blocks for all multiprocessors, with many less reading of angles and scales.
+FEW, MANY, MOST_TOKENS_OF_FEW = 16, 64, 64
 
 
 def build(x: Any, problem: Problem) -> Any:
@@ -32,9 +35,17 @@ def build(x: Any, problem: Problem) -> Any:
 
 
 def rotate_heads_mosaic(
-    x: jax.Array, positions: jax.Array, *caches_and_weights: jax.Array, problem: Problem, interpret: Any = None
+    x: jax.Array,
+    positions: jax.Array,
+    *caches_and_weights: jax.Array,
+    problem: Problem,
+    together: int | None = None,
+    interpret: Any = None,
 ) -> tuple[jax.Array, ...]:
-    """x [B, T, F], positions [B, T], the caches, then the norms' weights [D] -> see `rotate_heads`."""
+    """x [B, T, F], positions [B, T], the caches, then the norms' weights [D] -> see `rotate_heads`.
+
+    A block takes so many heads `together`, a multiple of 8.
+    """
     p = problem
     cached = sum(segment.cached for segment in p.segments)
     caches, weights = caches_and_weights[:cached], caches_and_weights[cached:]
@@ -43,6 +54,7 @@ def rotate_heads_mosaic(
             "rotate_heads: one norm for the whole of a vmapped batch; loop over the norms instead."
         )
     (batch, tokens, _), rows = x.shape, x.shape[0] * x.shape[1]
+    together = together or (FEW if rows <= MOST_TOKENS_OF_FEW else MANY)
     operands = (x.reshape(rows, p.heads, p.head_dim), positions.reshape(rows), angles(positions.reshape(rows), p))
     out_type = [
         jax.ShapeDtypeStruct((rows, segment.count, p.head_dim), x.dtype) for segment in p.segments if not segment.cached
@@ -58,16 +70,16 @@ def rotate_heads_mosaic(
         share = Share(
             p, token, lax.div(token, jnp.int32(tokens)), heads, places, table, norms, written, wanted, tile, interpret
         )
-        for first in range(0, p.heads, gpu.ROWS):
-            gpu.when(part == first // gpu.ROWS)(functools.partial(share.run, first, ready))
+        for first in range(0, p.heads, together):
+            gpu.when(part == first // together)(functools.partial(share.run, first, ready))
 
     results, filled = gpu.kernel_into(
         body,
         caches,
         name="rotate_heads",
         out_type=out_type,
-        grid={"token": rows, "part": -(-p.heads // gpu.ROWS)},
-        scratch=dict(tile=gpu.SMEM((gpu.ROWS, p.head_dim), x.dtype), ready=gpu.Barrier()),
+        grid={"token": rows, "part": -(-p.heads // together)},
+        scratch=dict(tile=gpu.SMEM((together, p.head_dim), x.dtype), ready=gpu.Barrier()),
         warpgroups=1,
         interpret=interpret,
     )(*operands, *weights)
@@ -94,9 +106,9 @@ class Share:
         ]
 
     def run(self, first: int, ready: Any) -> None:
-        """Heads `first` to `first` + 63."""
+        """Heads `first` and on, as many as the tile holds."""
         p, tile = self.p, self.tile
-        count = min(gpu.ROWS, p.heads - first)
+        count = min(tile.shape[0], p.heads - first)
         gpu.copy_to_shared(self.heads.at[self.token, gpu.ds(first, count)], tile.at[gpu.ds(0, count)], ready)
         here = [each for each in self.segments if each[0].start < first + count and each[0].end > first]
         position = self.positions[self.token]
@@ -122,7 +134,7 @@ class Share:
 
     def normalize_and_rotate(self, first: int, here: list[tuple[Segment, Any, Any]], ready: Any) -> None:
         p, tile = self.p, self.tile
-        rows = -(-min(gpu.ROWS, p.heads - first) // 8) * 8
+        rows = -(-min(tile.shape[0], p.heads - first) // 8) * 8
         # Columns that turn, their partners, and what does not turn.
         starts = [0, p.half] + [p.rotary_dim] * (p.rotary_dim < p.head_dim)
         columns = [gpu.ds(a, b - a) for a, b in zip(starts, [*starts[1:], p.head_dim], strict=True)]

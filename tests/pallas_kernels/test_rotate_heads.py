@@ -12,7 +12,7 @@ from gpu_marks import needs_sm90
 
 from pallas_kernels import Heads, _mosaic, rotate_heads
 from pallas_kernels.rotate_heads import api
-from pallas_kernels.rotate_heads.mosaic_sm90 import rotate_heads_mosaic
+from pallas_kernels.rotate_heads.mosaic_sm90 import FEW, MANY, rotate_heads_mosaic
 
 D = 128
 # One rounding to bfloat16 is half a step of 2^-7 of the value; a pair that nearly cancels keeps the error of its parts.
@@ -119,11 +119,11 @@ def wrong(actual, expected: list[np.ndarray]) -> list[int]:
     return bad
 
 
-def mosaic(case: Case, x, positions, heads: list[Heads], interpret) -> list[jax.Array]:
+def mosaic(case: Case, x, positions, heads: list[Heads], interpret, together: int | None = None) -> list[jax.Array]:
     caches = [h.cache.reshape(*h.cache.shape[:2], h.count, D) for h in heads if h.cache is not None]
     weights = [h.weight for h in heads if h.weight is not None]
     problem = api._describe(x, positions, heads, *case.static.values())
-    out = rotate_heads_mosaic(x, positions, *caches, *weights, problem=problem, interpret=interpret)
+    out = rotate_heads_mosaic(x, positions, *caches, *weights, problem=problem, together=together, interpret=interpret)
     return [o if h.cache is None else o.reshape(h.cache.shape) for o, h in zip(out, heads, strict=True)]
 
 
@@ -134,8 +134,9 @@ def test_xla(case: Case) -> None:
 
 
 @every_case
+@pytest.mark.parametrize("together", [FEW, MANY])
 @pytest.mark.filterwarnings("ignore:.*os.fork.*:RuntimeWarning")
-def test_mosaic_interpreted(case: Case) -> None:
+def test_mosaic_interpreted(case: Case, together: int) -> None:
     x, positions, heads = case.draw()
     pieces = [(h.weight, h.cache) for h in heads]
 
@@ -143,7 +144,7 @@ def test_mosaic_interpreted(case: Case) -> None:
         return mosaic(
             case, x, positions,
             [Heads(count=h.count, weight=w, cache=c) for h, (w, c) in zip(heads, pieces, strict=True)],
-            _mosaic.interpreter(detect_races=True),
+            _mosaic.interpreter(detect_races=True), together,
         )  # fmt: skip
 
     run = jax.jit(with_pieces)
@@ -193,10 +194,11 @@ def test_errors() -> None:
 
 @needs_sm90
 @every_case
-def test_gpu(case: Case) -> None:
-    for seed in range(3):
+@pytest.mark.parametrize("together", [FEW, MANY])
+def test_gpu(case: Case, together: int) -> None:
+    for seed in range(2):
         x, positions, heads = case.draw(seed=seed)
-        run = jax.jit(lambda x, positions, heads=heads: mosaic(case, x, positions, heads, None))
+        run = jax.jit(lambda x, positions, heads=heads: mosaic(case, x, positions, heads, None, together))
         actual = run(x, positions)
         assert not wrong(actual, case.expected(x, positions, heads))
         again = run(x, positions)
