@@ -21,7 +21,7 @@ from dspark_jax.cache import key_chunk, write_rows
 from dspark_jax.config import TargetConfig
 from dspark_jax.formats import Leaf
 from dspark_jax.layers import GemmaRMSNorm, Linear, Scope, project, rotate
-from dspark_jax.rotation import heads_of, rotate_together
+from dspark_jax.rotation import Place, rotate_together
 
 
 @jax.tree_util.register_dataclass
@@ -227,7 +227,7 @@ class Attention(nnx.Module):
             raise ValueError("a block-sparse layer needs index keys in its cache; make it with TargetCache.zeros")
         index_projections = () if self.indexer is None else (self.indexer.q_proj, self.indexer.k_proj)
         projected = project(x, self.q_proj, self.k_proj, self.v_proj, *index_projections)
-        together = self._together(projected, positions, cache)
+        together = None if self.kernels.rotation == "xla" else self._together(projected, positions, cache)
         if together is None:
             q, cache, blocks = self._apart(x, projected, positions, cache)
         else:
@@ -254,13 +254,12 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "B T Hq D"], LayerCache, Int[Array, "B T Hkv top_k"] | None] | None:
         """Queries, cache and blocks through one kernel behind the projections, if one serves."""
         c, indexer = self.config, self.indexer
-        places = [(self.q_norm, None), (self.k_norm, cache.keys), (None, cache.values)]
+        places: list[Place] = [(self.q_norm, None), (self.k_norm, cache.keys), (None, cache.values)]
         if indexer is not None:
             places += [(indexer.q_norm, None), (indexer.k_norm, cache.index_keys)]
         if indexer is not None and c.index_head_dim != c.head_dim:
             return None
-        heads = [heads_of(x, c.head_dim, *place) for x, place in zip(projected, places, strict=True)]
-        found = rotate_together(self.kernels, projected, heads, positions, c, plus_one=True)
+        found = rotate_together(self.kernels, projected, places, positions, c, plus_one=True)
         if found is None:
             return None
         q, keys, values, *rest = found
@@ -288,7 +287,7 @@ class Attention(nnx.Module):
         q = rotate(q, positions, rotary_dim=c.rotary_dim, theta=c.rope_theta).astype(x.dtype)
         k = rotate(k, positions, rotary_dim=c.rotary_dim, theta=c.rope_theta).astype(x.dtype)
         blocks, index_keys = None, cache.index_keys
-        if self.indexer is not None:
+        if self.indexer is not None and index_keys is not None:
             blocks, index_keys = self.indexer(x, positions, index_keys, indexed)
         cache = LayerCache(
             keys=write_rows(cache.keys, k, positions),

@@ -21,7 +21,7 @@ from dspark_jax.config import ConfigError, DrafterConfig
 from dspark_jax.heads import ConfidenceHead, make_markov_head
 from dspark_jax.kernels import Kernels
 from dspark_jax.layers import Format, GemmaRMSNorm, Linear, RMSNorm, Scope, SwigluMLP, project, rotate
-from dspark_jax.rotation import heads_of, rotate_together
+from dspark_jax.rotation import rotate_together
 from dspark_jax.target import Embedding
 from pallas_kernels import block_attention, merge_future_block, windowed_decode
 
@@ -107,9 +107,8 @@ class DraftAttention(nnx.Module):
     ) -> Float[Array, "B K H"]:
         c = self.config
         projected = q, k, v = project(x, self.q_proj, self.k_proj, self.v_proj)
-        norms = (self.q_norm, self.k_norm, None)
-        heads = [heads_of(each, c.head_dim, norm) for each, norm in zip(projected, norms, strict=True)]
-        together = rotate_together(self.kernels, projected, heads, positions, c, plus_one=c.gemma_norm)
+        places = ((self.q_norm, None), (self.k_norm, None), (None, None))
+        together = rotate_together(self.kernels, projected, places, positions, c, plus_one=c.gemma_norm)
         if together is None:
             q = self._heads(q, self.q_norm, positions)
             k, v = self.keys_values(k, v, positions)
@@ -254,13 +253,13 @@ class DSparkDrafter(nnx.Module):
             attentions, written = [layer.attention for layer in self.layers], []
             # The same x in every layer: all of them together.
             projected = project(x, *(linear for a in attentions for linear in (a.k_proj, a.v_proj)))
-            heads = []
-            for i, attention in enumerate(attentions):
-                norms, old = (attention.k_norm, None), (cache.keys[i], cache.values[i])
-                pair = zip(projected[2 * i : 2 * i + 2], norms, old, strict=True)
-                heads += [heads_of(each, self.config.head_dim, norm, ring) for each, norm, ring in pair]
+            places = [
+                place
+                for i, a in enumerate(attentions)
+                for place in ((a.k_norm, cache.keys[i]), (None, cache.values[i]))
+            ]
             together = rotate_together(
-                self.kernels, projected, heads, positions, self.config, plus_one=self.config.gemma_norm, ring=True
+                self.kernels, projected, places, positions, self.config, plus_one=self.config.gemma_norm, ring=True
             )
             if together is not None:
                 return dataclasses.replace(cache, keys=together[0::2], values=together[1::2])

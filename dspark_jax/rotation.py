@@ -12,31 +12,33 @@ from dspark_jax.kernels import Kernels
 from dspark_jax.layers import GemmaRMSNorm, RMSNorm
 from pallas_kernels import Heads
 
-
-def heads_of(
-    projected: Float[Array, "B T _"],
-    head_dim: int,
-    norm: GemmaRMSNorm | RMSNorm | None = None,
-    cache: Leaf | None = None,
-) -> Heads:
-    """The heads of one projection: normed by `norm` and rotated, or as they are; and where they go."""
-    weight = None if norm is None else norm.weight.get_value()
-    return Heads(count=projected.shape[-1] // head_dim, weight=weight, cache=cache)
+Place = tuple[GemmaRMSNorm | RMSNorm | None, Leaf | None]
 
 
 def rotate_together(
     kernels: Kernels,
     projected: Sequence[Float[Array, "B T _"]],
-    heads: Sequence[Heads],
+    places: Sequence[Place],
     positions: Int[Array, "B T"],
     config: TargetConfig | DrafterConfig,
     *,
     plus_one: bool,
     ring: bool = False,
 ) -> tuple[Array, ...] | None:
-    """`pallas_kernels.rotate_heads` of these projections; None where no kernel serves, and none was asked for."""
+    """`pallas_kernels.rotate_heads` of these projections; None where no kernel serves, and none was asked for.
+
+    Each has its place in `places`: the norm of its heads (rotated behind it; None: they stay as they are), and the
+    cache of one layer that they go into (None: they are a result).
+    """
     if kernels.rotation == "xla":
         return None
+    heads = [
+        Heads(
+            count=each.shape[-1] // config.head_dim, weight=None if norm is None else norm.weight.get_value(),
+            cache=cache,
+        )
+        for each, (norm, cache) in zip(projected, places, strict=True)
+    ]  # fmt: skip
     # Of the pieces of one array XLA makes that array again, without a copy.
     joined = jnp.concatenate(projected, axis=-1)
     try:

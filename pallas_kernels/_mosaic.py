@@ -127,7 +127,7 @@ def kernel_into(
             for ref, value in zip(results, made, strict=True):
                 ref[...] = value
 
-        launch = pl.kernel(
+        launch: Any = pl.kernel(
             scoped,
             out_type=out_type,
             mesh=plgpu.Mesh(

@@ -30,7 +30,7 @@ def build(x: Any, problem: Problem) -> Any:
         )
     cached = sum(segment.cached for segment in problem.segments)
     normed = sum(segment.normed for segment in problem.segments)
-    run = functools.partial(rotate_heads_mosaic, problem=problem)
+    run: Any = functools.partial(rotate_heads_mosaic, problem=problem)
     return _dispatch.opaque("rotate_heads", run, ("row",) * (2 + cached) + ("pages",) * normed)
 
 
