@@ -22,6 +22,7 @@ from dspark_jax.config import TargetConfig
 from dspark_jax.formats import Leaf
 from dspark_jax.kernels import first_that_serves
 from dspark_jax.layers import GemmaRMSNorm, Linear, Scope, project, rotate
+from dspark_jax.rotation import Place, rotate_together
 
 
 @jax.tree_util.register_dataclass
@@ -64,6 +65,13 @@ class Indexer(nnx.Module):
         q = rotate(q, positions, rotary_dim=c.rotary_dim, theta=c.rope_theta).astype(x.dtype)
         k = rotate(k, positions, rotary_dim=c.rotary_dim, theta=c.rope_theta).astype(x.dtype)
         index_keys = write_rows(index_keys, k[:, :, 0], positions)
+        return self.select(q, index_keys, positions), index_keys
+
+    def select(
+        self, q: Float[Array, "B T N I"], index_keys: Float[Array, "B S I"], positions: Int[Array, "B T"]
+    ) -> Int[Array, "B T Hkv top_k"]:
+        """Blocks that each query keeps, from index queries that are normed and rotated."""
+        c = self.config
         common: dict[str, Any] = dict(block_size=c.block_size)
 
         def select(form: Form) -> Int[Array, "B T Hkv top_k"]:
@@ -74,8 +82,8 @@ class Indexer(nnx.Module):
             scores = pallas_kernels.index_block_scores(q, index_keys, positions, **chosen)
             return pallas_kernels.select_blocks(scores, positions, top_k=c.top_k_blocks, **chosen)
 
-        forms = attention_forms.choose(self.kernels, "selection", x.shape[1], x, index_keys)
-        return first_that_serves(forms, select), index_keys
+        forms = attention_forms.choose(self.kernels, "selection", q.shape[1], q, index_keys)
+        return first_that_serves(forms, select)
 
 
 def block_scores(
@@ -216,24 +224,15 @@ class Attention(nnx.Module):
         """-> output, cache with this call's tokens written, selected blocks (None without an indexer)."""
         c = self.config
         batch, tokens, _ = x.shape
+        if self.indexer is not None and cache.index_keys is None:
+            raise ValueError("a block-sparse layer needs index keys in its cache; make it with TargetCache.zeros")
         index_projections = () if self.indexer is None else (self.indexer.q_proj, self.indexer.k_proj)
-        q, k, v, *indexed = project(x, self.q_proj, self.k_proj, self.v_proj, *index_projections)
-        q = self.q_norm(q.reshape(batch, tokens, c.num_heads, c.head_dim), jnp.float32)
-        k = self.k_norm(k.reshape(batch, tokens, c.num_kv_heads, c.head_dim), jnp.float32)
-        v = v.reshape(batch, tokens, c.num_kv_heads, c.head_dim)
-        # float32 from the norm to the end of the rotation, rounded once.
-        q = rotate(q, positions, rotary_dim=c.rotary_dim, theta=c.rope_theta).astype(x.dtype)
-        k = rotate(k, positions, rotary_dim=c.rotary_dim, theta=c.rope_theta).astype(x.dtype)
-        blocks, index_keys = None, cache.index_keys
-        if self.indexer is not None:
-            if index_keys is None:
-                raise ValueError("a block-sparse layer needs index keys in its cache; make it with TargetCache.zeros")
-            blocks, index_keys = self.indexer(x, positions, index_keys, indexed)
-        cache = LayerCache(
-            keys=write_rows(cache.keys, k, positions),
-            values=write_rows(cache.values, v, positions),
-            index_keys=index_keys,
-        )
+        projected = project(x, self.q_proj, self.k_proj, self.v_proj, *index_projections)
+        together = None if self.kernels.rotation == "xla" else self._together(projected, positions, cache)
+        if together is None:
+            q, cache, blocks = self._apart(x, projected, positions, cache)
+        else:
+            q, cache, blocks = together
         common: dict[str, Any] = dict(block_size=c.block_size)
         whole = blocks is None or attention_forms.selects_everything(
             tokens=tokens, slots=cache.keys.shape[1], top_k=c.top_k_blocks, **common
@@ -250,3 +249,50 @@ class Attention(nnx.Module):
         forms = attention_forms.choose(self.kernels, "dense" if whole else "sparse", tokens, x, cache.keys)
         out = first_that_serves(forms, attended)
         return self.o_proj(out.reshape(batch, tokens, c.num_heads * c.head_dim)), cache, blocks
+
+    def _together(
+        self, projected: Sequence[Float[Array, "B T _"]], positions: Int[Array, "B T"], cache: LayerCache
+    ) -> tuple[Float[Array, "B T Hq D"], LayerCache, Int[Array, "B T Hkv top_k"] | None] | None:
+        """Queries, cache and blocks through one kernel behind the projections, if one serves."""
+        c, indexer = self.config, self.indexer
+        places: list[Place] = [(self.q_norm, None), (self.k_norm, cache.keys), (None, cache.values)]
+        if indexer is not None:
+            places += [(indexer.q_norm, None), (indexer.k_norm, cache.index_keys)]
+        if indexer is not None and c.index_head_dim != c.head_dim:
+            return None
+        found = rotate_together(self.kernels, projected, places, positions, c, plus_one=True)
+        if found is None:
+            return None
+        q, keys, values, *rest = found
+        if indexer is None:
+            return q, LayerCache(keys=keys, values=values, index_keys=cache.index_keys), None
+        index_q, index_keys = rest
+        new = LayerCache(keys=keys, values=values, index_keys=index_keys)
+        return q, new, indexer.select(index_q, index_keys, positions)
+
+    def _apart(
+        self,
+        x: Float[Array, "B T H"],
+        projected: Sequence[Float[Array, "B T _"]],
+        positions: Int[Array, "B T"],
+        cache: LayerCache,
+    ) -> tuple[Float[Array, "B T Hq D"], LayerCache, Int[Array, "B T Hkv top_k"] | None]:
+        """The same through XLA."""
+        c = self.config
+        batch, tokens, _ = x.shape
+        q, k, v, *indexed = projected
+        q = self.q_norm(q.reshape(batch, tokens, c.num_heads, c.head_dim), jnp.float32)
+        k = self.k_norm(k.reshape(batch, tokens, c.num_kv_heads, c.head_dim), jnp.float32)
+        v = v.reshape(batch, tokens, c.num_kv_heads, c.head_dim)
+        # float32 from the norm to the end of the rotation, rounded once.
+        q = rotate(q, positions, rotary_dim=c.rotary_dim, theta=c.rope_theta).astype(x.dtype)
+        k = rotate(k, positions, rotary_dim=c.rotary_dim, theta=c.rope_theta).astype(x.dtype)
+        blocks, index_keys = None, cache.index_keys
+        if self.indexer is not None and index_keys is not None:
+            blocks, index_keys = self.indexer(x, positions, index_keys, indexed)
+        cache = LayerCache(
+            keys=write_rows(cache.keys, k, positions),
+            values=write_rows(cache.values, v, positions),
+            index_keys=index_keys,
+        )
+        return q, cache, blocks

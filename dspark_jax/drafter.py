@@ -21,6 +21,7 @@ from dspark_jax.config import ConfigError, DrafterConfig
 from dspark_jax.heads import ConfidenceHead, make_markov_head
 from dspark_jax.kernels import Kernels
 from dspark_jax.layers import Format, GemmaRMSNorm, Linear, RMSNorm, Scope, SwigluMLP, project, rotate
+from dspark_jax.rotation import rotate_together
 from dspark_jax.target import Embedding
 from pallas_kernels import block_attention, merge_future_block, windowed_decode
 
@@ -76,6 +77,7 @@ class DraftAttention(nnx.Module):
         self.o_proj = Linear(scope / "o_proj", h, q_size, ("embed", "heads"))
         self.q_norm = _norm(scope / "q_norm", d, config)
         self.k_norm = _norm(scope / "k_norm", d, config)
+        self.kernels = scope.kernels
         self.config = config
 
     def _heads(
@@ -104,9 +106,14 @@ class DraftAttention(nnx.Module):
         implementation: str | None,
     ) -> Float[Array, "B K H"]:
         c = self.config
-        q, k, v = project(x, self.q_proj, self.k_proj, self.v_proj)
-        q = self._heads(q, self.q_norm, positions)
-        k, v = self.keys_values(k, v, positions)
+        projected = q, k, v = project(x, self.q_proj, self.k_proj, self.v_proj)
+        places = ((self.q_norm, None), (self.k_norm, None), (None, None))
+        together = rotate_together(self.kernels, projected, places, positions, c, plus_one=c.gemma_norm)
+        if together is None:
+            q = self._heads(q, self.q_norm, positions)
+            k, v = self.keys_values(k, v, positions)
+        else:
+            q, k, v = together
         start = positions[:, 0]
         keys, values = cache.keys[layer], cache.values[layer]
         if lowering == "decode_merge":
@@ -246,6 +253,16 @@ class DSparkDrafter(nnx.Module):
             attentions, written = [layer.attention for layer in self.layers], []
             # The same x in every layer: all of them together.
             projected = project(x, *(linear for a in attentions for linear in (a.k_proj, a.v_proj)))
+            places = [
+                place
+                for i, a in enumerate(attentions)
+                for place in ((a.k_norm, cache.keys[i]), (None, cache.values[i]))
+            ]
+            together = rotate_together(
+                self.kernels, projected, places, positions, self.config, plus_one=self.config.gemma_norm, ring=True
+            )
+            if together is not None:
+                return dataclasses.replace(cache, keys=together[0::2], values=together[1::2])
             for i, attention in enumerate(attentions):
                 k, v = attention.keys_values(projected[2 * i], projected[2 * i + 1], positions)
                 written.append(cache.write_layer(i, k, v, positions))

@@ -15,9 +15,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int
 
-from dspark_jax import formats
+from dspark_jax import formats, sampling
 from dspark_jax.config import ConfigError, DrafterConfig
 from dspark_jax.layers import Scope
+from pallas_kernels import markov_draw
 
 
 class Affine(nnx.Module):
@@ -92,9 +93,62 @@ class MarkovHead(nnx.Module, abc.ABC):
         # Rounded to the compute dtype so that the table, the bulk of the work, is read as it is stored.
         return self.w2.scores(latent.astype(hidden.dtype)), embedding, carry
 
+    def latents(
+        self, prev: Int[Array, " B"], embedding: Float[Array, "B r"], latent: Float[Array, "B r"]
+    ) -> tuple[Float[Array, "N r"], Int[Array, " B"]]:
+        """-> rows [N, r], and which of them W2 multiplies."""
+        del embedding
+        return latent, jnp.arange(prev.shape[0], dtype=jnp.int32)
+
+    def draw_slot(
+        self,
+        logits: Float32[Array, "B K V"],
+        slot: int,
+        prev: Int[Array, " B"],
+        hidden: Float[Array, "B H"],
+        carry: Float32[Array, "B r"] | None,
+        settings: sampling.SlotDraw,
+        *,
+        implementation: str | None = None,
+    ) -> sampling.DrawnSlot:
+        """One slot, and the draw of its token: for `sampling.draft`.
+
+        Raises:
+          NotImplementedError: `pallas_kernels.markov_draw` cannot serve it so, or the tables are not plain arrays of
+            the compute dtype.
+        """
+        table, dtype = self.w2.weight.get_value(), hidden.dtype
+        if not isinstance(table, jax.Array) or table.dtype != dtype:
+            raise NotImplementedError(f"the draw of a slot needs a table of {dtype}, got {type(table).__name__}.")
+        embedding = self.w1.lookup(prev, dtype)
+        if carry is None:
+            carry = self.init_carry(prev.shape[0])
+        latent, carry = self.latent(embedding, hidden, carry)
+        rows, index = self.latents(prev, embedding, latent.astype(dtype))
+        drawn = markov_draw(
+            logits,
+            rows,
+            index,
+            table,
+            settings.allowed,
+            settings.words,
+            settings.inverse_temperature,
+            settings.drawn,
+            slot=slot,
+            keep=settings.keep,
+            implementation=implementation,
+        )
+        return sampling.DrawnSlot(*drawn, embedding, carry)
+
 
 class VanillaMarkov(MarkovHead):
     """bias = W2 · e, e = W1[prev]."""
+
+    def latents(self, prev, embedding, latent):
+        # Straight from the table: nothing has to look up a row in front of the product.
+        table = self.w1.weight.get_value()
+        plain = isinstance(table, jax.Array) and table.dtype == latent.dtype
+        return (table, prev) if plain else super().latents(prev, embedding, latent)
 
     def latent(self, embedding, hidden, carry):
         return embedding, carry

@@ -23,18 +23,23 @@ class Kernels:
         target: by device and shape, in `dspark_jax.attention_forms`. On a GPU a step and a chunk, of more than 16
         tokens a row, each go through the fastest kernel that serves them, else through the loops; without a GPU both
         take the loops.
-      sampling: `filter_floors`, for the filters of sampling; has no "mosaic" form. "xla": a search without a sort,
-        `dspark_jax.sampling.search_floors`.
+      sampling: `filter_floors`, for the filters of sampling, and `markov_draw`, for drafts of a Markov head; have no
+        "mosaic" form. "xla": a search without a sort, `dspark_jax.sampling.search_floors`, and `sampling.draft` alone.
+      rotation: `rotate_heads`, between the projections and attention; has no "triton" form. "xla", as long as nobody
+        has measured the kernel: norms, rotation and the writes into the caches as XLA fuses them.
     """
 
     linear: Implementation | None = None
     experts: Implementation | None = None
     attention: Implementation | None = None
     sampling: Literal["triton", "xla"] | None = None
+    rotation: Literal["mosaic", "xla"] | None = "xla"
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            known = ("triton", "xla") if field.name == "sampling" else ("mosaic", "triton", "xla")
+            known = {"sampling": ("triton", "xla"), "rotation": ("mosaic", "xla")}.get(
+                field.name, ("mosaic", "triton", "xla")
+            )
             if (value := getattr(self, field.name)) not in (None, *known):
                 names = f"{', '.join(['None', *map(repr, known[:-1])])} or {known[-1]!r}"
                 raise ValueError(f"{field.name} must be {names}, found {value!r}")
@@ -42,7 +47,7 @@ class Kernels:
     @classmethod
     def xla(cls) -> "Kernels":
         """No kernels at all."""
-        return cls(linear="xla", experts="xla", attention="xla", sampling="xla")
+        return cls(linear="xla", experts="xla", attention="xla", sampling="xla", rotation="xla")
 
 
 def first_that_serves[Form, Result](forms: tuple[Form, ...], run: Callable[[Form], Result]) -> Result:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import logging
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from dspark_jax.checkpoint import Model
 from dspark_jax.drafter import DSparkDrafter
 from dspark_jax.generate_config import GenerateConfig
 from dspark_jax.generation_state import GenerationState
+from dspark_jax.heads import NoMarkov
 from dspark_jax.kernels import Kernels, first_that_serves
 from dspark_jax.target import MiniMaxTarget
 from pallas_kernels import filter_floors
@@ -129,11 +130,11 @@ def draft_block(
     )
     # The mask token marks a slot to be filled; a draft of it would only confuse the next block.
     allowed = jnp.arange(block.base_logits.shape[-1]) != drafter.config.mask_token_id
-    draft = sampling.draft(
+    draft = draft_tokens(
+        drafter,
         block.base_logits,
         block.hidden,
         state.anchor,
-        markov=drafter.markov_head,
         temperature=jnp.asarray(state.params.temperature),
         keys=keys,
         method=config.draft,
@@ -148,6 +149,26 @@ def draft_block(
         cut = jnp.where(jnp.all(sure, axis=1), drafts, jnp.argmin(sure, axis=1).astype(jnp.int32))
         lengths = jnp.minimum(lengths, cut)
     return DraftedBlock(draft.tokens, draft.log_q, lengths, confidence)
+
+
+def draft_tokens(
+    drafter: DSparkDrafter,
+    base_logits: Float[Array, "B K V"],
+    hidden: Float[Array, "B K H"],
+    anchor: Int[Array, " B"],
+    **options: Any,
+) -> sampling.Draft:
+    """`sampling.draft` with the drafter's Markov head, through the kernel that its `kernels` name or the best one."""
+
+    head, form = drafter.markov_head, drafter.kernels.sampling
+
+    def run(form: str | None) -> sampling.Draft:
+        draw = None
+        if form != "xla" and not isinstance(head, NoMarkov):
+            draw = functools.partial(head.draw_slot, implementation=form)
+        return sampling.draft(base_logits, hidden, anchor, markov=head, draw_slot=draw, **options)
+
+    return first_that_serves(("triton", "xla") if form is None else (form,), run)
 
 
 def target_law(

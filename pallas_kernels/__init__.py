@@ -9,7 +9,9 @@
     quantized_matmul     x W^T with W in MXFP8 or NVFP4
     quantized_matmuls    the same x times several weights, in one launch
     quantized_mlp        gate, up, SwiGLU and down over such weights, in two launches
+    rotate_heads         per-head norms, rotary embedding and cache writes of joined projections
     filter_floors        the scores that min-p, top-k and top-p keep, and their mass
+    markov_draw          a slot of a block of drafts: Markov bias, law and draw, in two launches
     grouped_experts      a mixture of experts: gate, up, SwiGLU, down and the weighted sum, in bf16, MXFP8 or NVFP4
 
 Implementations, in the order in which `implementation=None` tries them ("mosaic" and "triton" in the order that was
@@ -32,7 +34,10 @@ measured as faster for the format and shape):
     block_sparse_decode                                    bf16, fp16; heads up to 256; at most   bf16, fp16, fp32
                                                            128 query heads a KV head and 128
                                                            blocks a query
+    rotate_heads         bf16, fp16; heads and rotary                                         bf16, fp16, fp32
+                         pairs in multiples of 32
     filter_floors                                          up to 8,388,608 tokens                 bf16, fp16, fp32
+    markov_draw                                            bf16 tables; up to 2,097,152 tokens    bf16, fp16, fp32
     quantized_matmul,    bf16 rows; weights in whole       bf16 rows; every size                  bf16, fp16, fp32
     quantized_matmuls,   tiles, those of a launch in one
     quantized_mlp        format
@@ -65,20 +70,26 @@ from pallas_kernels.block_sparse_decode.api import block_sparse_decode
 from pallas_kernels.filter_floors.api import FilterFloors, filter_floors
 from pallas_kernels.grouped_experts.api import grouped_experts
 from pallas_kernels.index_scores.api import index_block_scores, select_blocks
+from pallas_kernels.markov_draw.api import MarkovDraw, markov_draw
 from pallas_kernels.quantized_matmul.api import quantized_matmul, quantized_matmuls, quantized_mlp
+from pallas_kernels.rotate_heads.api import Heads, rotate_heads
 from pallas_kernels.windowed_decode.api import windowed_decode
 
 __all__ = [
     "FilterFloors",
+    "Heads",
+    "MarkovDraw",
     "block_attention",
     "block_sparse_decode",
     "filter_floors",
     "grouped_experts",
     "index_block_scores",
+    "markov_draw",
     "merge_future_block",
     "quantized_matmul",
     "quantized_matmuls",
     "quantized_mlp",
+    "rotate_heads",
     "select_blocks",
     "windowed_decode",
 ]

@@ -88,7 +88,7 @@ def opaque(function: str, kernel: Kernel, roles: tuple[str, ...]) -> Kernel:
                 array = array + pages_each * jnp.arange(axis_size, dtype=jnp.int32)[:, None, None]
             flat.append(array.reshape(array.shape[0] * array.shape[1], *array.shape[2:]))
         outs = folded(*flat)
-        return tuple(o.reshape(axis_size, -1, *o.shape[1:]) for o in outs), (True, True)
+        return tuple(o.reshape(axis_size, -1, *o.shape[1:]) for o in outs), (True,) * len(outs)
 
     guarded = jax.custom_jvp(functools.wraps(kernel)(kernel_without_derivative))
 

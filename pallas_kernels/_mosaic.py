@@ -4,7 +4,7 @@ Besides the names that the kernels use, it hides what the interpreter on the CPU
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
@@ -101,6 +101,52 @@ def kernel(
     )
 
 
+def kernel_into(
+    body: Callable[..., None],
+    arrays: Sequence[jax.Array],
+    *,
+    name: str,
+    out_type: Any,
+    grid: dict[str, int],
+    scratch: dict[str, Any],
+    warpgroups: int,
+    interpret: Any,
+) -> Callable[..., tuple[Any, list[jax.Array]]]:
+    """`kernel` that also writes into `arrays`, which `body` takes between operands and results: -> results, arrays.
+
+    What is not written stays. XLA copies an array first that is needed as it was.
+    """
+
+    def scoped(*refs: Any) -> None:
+        pl.run_scoped(functools.partial(body, *refs), collective_axes="warpgroup", **scratch)
+
+    def run(*operands: jax.Array) -> tuple[Any, list[jax.Array]]:
+        def write(state: tuple[Any, Any]) -> None:
+            results, into = state
+            made = launch(*operands, *into)
+            for ref, value in zip(results, made, strict=True):
+                ref[...] = value
+
+        launch: Any = pl.kernel(
+            scoped,
+            out_type=out_type,
+            mesh=plgpu.Mesh(
+                grid=tuple(grid.values()), grid_names=tuple(grid), num_threads=warpgroups, thread_name="warpgroup"
+            ),
+            # Layouts are all named: the search for them, which the other semantics make, takes minutes here.
+            compiler_params=plgpu.CompilerParams(
+                approx_math=True, reduction_scratch_bytes=0, lowering_semantics=plgpu.LoweringSemantics.Lane
+            ),
+            interpret=interpret,
+            name=name,
+        )
+        # Unlike references of their own, these do not hinder custom derivatives around the call.
+        empty = [lax.empty(each.shape, each.dtype) for each in out_type]
+        return pl.run_state(write)((empty, list(arrays)))
+
+    return run
+
+
 def full(shape: tuple[int, ...], value: float) -> jax.Array:
     """A float32 constant laid out like an accumulator, or (one axis) like its rows."""
     layout = Layout.WGMMA if len(shape) == 2 else Layout.WGMMA.reduce(1)
@@ -113,6 +159,38 @@ def iota(shape: tuple[int, int], axis: int) -> jax.Array:
 
 def along_rows(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return lax.broadcast_in_dim(x, shape, [0])
+
+
+# [8 n, 32 m]: a warp holds two rows, and columns 32 apart lie in the same thread, so that a head's rotary pairs meet in
+# one, its sum takes shuffles alone, and rows in memory are read and written in lines.
+PAIRED = Layout.TILED(plgpu.Tiling(((8, 32), (2, 32), (2,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
+
+
+def paired_load(ref: Any, axis: int | None = None) -> jax.Array:
+    """A [rows, columns] piece of memory laid out as `PAIRED`, or one row or column of the length of `axis`."""
+    return plgpu.load(ref, layout=PAIRED if axis is None else PAIRED.reduce(1 - axis), optimized=False)
+
+
+def paired_store(ref: Any, x: jax.Array, interpret: Any) -> None:
+    """x to shared memory, by the threads that would load it from there."""
+    if interpret is not None:
+        ref[...] = x
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), PAIRED))
+    def store(_: Any, ref: Any, x: Any) -> None:
+        x.store_untiled(ref, optimized=False)
+
+    store(ref, x)
+
+
+def paired_broadcast(x: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:
+    return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, [axis]), PAIRED)
+
+
+def paired_rows(shape: tuple[int, ...]) -> jax.Array:
+    """Number of the row of each element."""
+    return plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=PAIRED)
 
 
 def load_global(ref: Any, axes: int) -> jax.Array:

@@ -5,7 +5,7 @@ A step: `draft` a block, run the target on it, `target_log_probs` of its logits,
 verification without coins.
 """
 
-from dspark_jax.sampling.drafting import DRAFTING_METHODS, Draft, draft, sample
+from dspark_jax.sampling.drafting import DRAFTING_METHODS, Draft, DrawnSlot, SlotDraw, draft, sample
 from dspark_jax.sampling.filters import RowFloors, search_floors, target_log_probs
 from dspark_jax.sampling.keys import Purpose, purpose_keys, request_keys, step_keys
 from dspark_jax.sampling.laws import acceptance, expected_acceptance_length, num_accepted_probs, residual_log_probs
@@ -18,9 +18,11 @@ __all__ = [
     "GREEDY_TEMPERATURE",
     "VERIFICATION_METHODS",
     "Draft",
+    "DrawnSlot",
     "Purpose",
     "RowFloors",
     "SamplingParams",
+    "SlotDraw",
     "Verified",
     "acceptance",
     "draft",

@@ -6,13 +6,55 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from dspark_jax.sampling.filters import row_peak, scale
 from dspark_jax.sampling.keys import Purpose, draft_keys, gumbels, purpose_keys
 from dspark_jax.sampling.params import inverse_temperature, is_greedy
 
 Markov = Callable[[Array, Array, Any], tuple[Array, Array, Any]]
+
+
+class SlotDraw(NamedTuple):
+    """What a slot of a block is drawn with, beside what `markov` gets.
+
+    Attributes:
+      allowed: bool [V], tokens that may be drawn.
+      words: uint32 [B,K,2], threefry keys of the slots' Gumbel numbers, those of `keys.gumbels`.
+      inverse_temperature: fp32 [B].
+      drawn: bool [B]; rows where False take the argmax, the first index of equal ones.
+      keep: whether the logits are read afterwards.
+    """
+
+    allowed: Bool[Array, " V"]
+    words: UInt32[Array, "B K 2"]
+    inverse_temperature: Float[Array, " B"]
+    drawn: Bool[Array, " B"]
+    keep: bool
+
+
+class DrawnSlot(NamedTuple):
+    """A slot drawn in one go.
+
+    Attributes:
+      logits: fp32 [B,K,V], those given, but for the slot's row where they are kept: logit + bias, -inf where not
+        allowed.
+      token: i32 [B], -1 in rows without a finite logit.
+      peak: fp32 [B], the slot's largest logit, 0 in such rows.
+      log_mass: fp32 [B], the log of the sum of exp((logit - peak) * inverse temperature), 0 in such rows.
+      embedding, carry: as of `markov`.
+    """
+
+    logits: Float[Array, "B K V"]
+    token: Int[Array, " B"]
+    peak: Float[Array, " B"]
+    log_mass: Float[Array, " B"]
+    embedding: Float[Array, "B r"]
+    carry: Any
+
+
+# (logits fp32 [B,K,V], slot, previous tokens [B], hidden of the slot [B,H], carry, SlotDraw) -> DrawnSlot
+DrawSlot = Callable[[Array, int, Array, Array, Any, SlotDraw], DrawnSlot]
 
 
 class Draft(NamedTuple):
@@ -40,6 +82,7 @@ def draft(
     keys: Key[Array, " B"],
     method: str,
     allowed: Bool[Array, " V"] | None = None,
+    draw_slot: DrawSlot | None = None,
 ) -> Draft:
     """Draws a block of drafts from left to right: each slot sees the token drawn before it.
 
@@ -56,9 +99,12 @@ def draft(
       keys: the step's keys, the same ones that `verify` gets.
       method: "ancestral" draws each token; "greedy" takes the argmax in every row.
       allowed: tokens that may be drafted (False for padded vocabulary and mask ids). None: all.
+      draw_slot: adds the bias and draws in one go, for instance through `pallas_kernels.markov_draw`, in place of
+        `markov`. Its scores are not the stored log_q but those less a constant, so that a draw rounds differently.
 
     Raises:
       ValueError: an unknown method; the known ones are listed.
+      NotImplementedError: a draw_slot with keys that are not threefry's.
     """
     if method not in DRAFTING_METHODS:
         raise ValueError(f"drafting method {method!r} does not exist: choose one of {', '.join(DRAFTING_METHODS)}.")
@@ -69,6 +115,9 @@ def draft(
         allowed = jnp.ones((vocab,), bool)
     # All at once, outside of the chain of slots that wait for each other.
     slot_keys = jax.vmap(draft_keys, in_axes=(None, 0))(keys, jnp.arange(slots, dtype=jnp.int32))
+    if draw_slot is not None:
+        keep = choose is _ancestral
+        return _draft_slots(draw_slot, base_logits, hidden, anchor, temperature, slot_keys, allowed, keep=keep)
 
     def draft_slot(slot: int | Array, rows: Array, previous: Array, carry: object) -> tuple[Draft, object]:
         bias, embedding, carry = markov(previous, _slot(hidden, slot), carry)
@@ -90,6 +139,39 @@ def draft(
         rows = base_logits.astype(jnp.float32)
         block = block._replace(log_q=lax.dynamic_update_index_in_dim(rows, first.log_q, 0, 1))
     return lax.fori_loop(1, slots, draft_next, (block, first.tokens, carry))[0]
+
+
+def _draft_slots(
+    draw_slot: DrawSlot,
+    base_logits: Array,
+    hidden: Array,
+    anchor: Array,
+    temperature: Array,
+    slot_keys: Array,
+    allowed: Array,
+    *,
+    keep: bool,
+) -> Draft:
+    """`draft` where bias, law and draw of a slot are one piece of work."""
+    if "threefry" not in str(jax.random.key_impl(slot_keys)):
+        raise NotImplementedError(f"draw_slot needs threefry keys, got {jax.random.key_impl(slot_keys)}.")
+    words = jnp.swapaxes(jax.random.key_data(slot_keys), 0, 1)
+    greedy = is_greedy(temperature) if keep else jnp.ones(temperature.shape, bool)
+    inverse = inverse_temperature(temperature) if keep else jnp.ones(temperature.shape, jnp.float32)
+    settings = SlotDraw(allowed, words, inverse, ~greedy, keep)
+    logits, previous, carry, drawn = base_logits.astype(jnp.float32), anchor.astype(jnp.int32), None, []
+    for slot in range(base_logits.shape[1]):
+        found = draw_slot(logits, slot, previous, hidden[:, slot], carry, settings)
+        logits, previous, carry = found.logits, found.token, found.carry
+        drawn.append((found.token, found.peak, found.log_mass, found.embedding))
+    tokens, peak, log_mass, embeddings = (jnp.stack(each, axis=1) for each in zip(*drawn, strict=True))
+    if not keep:
+        return Draft(tokens, None, embeddings)
+    vocabulary = jnp.arange(logits.shape[-1], dtype=jnp.int32)[None, None]
+    one_hot = jnp.where(vocabulary == tokens[..., None], 0.0, -jnp.inf).astype(jnp.float32)
+    # The bits of `scale`. Who reads these numbers can compute them as they are read, from the logits.
+    sampled = (logits - peak[..., None]) * inverse[:, None, None] - log_mass[..., None]
+    return Draft(tokens, jnp.where(greedy[:, None, None], one_hot, sampled), embeddings)
 
 
 def _slot(rows: Array, slot: int | Array) -> Array:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import _dispatch
 from pallas_kernels._triton import LOG2_E, power_of_two, require_triton
+from pallas_kernels.windowed_decode.triton import merge_warps
 
 LARGEST_HEAD = 256
 MOST_ROWS = 128
@@ -117,6 +118,7 @@ def attend(
         return results[0], results[1]
     out, lse = jax_triton.triton_call(
         *results, kernel=merge_splits, out_shape=out_shape, grid=(b * k * hq,),
-        name="block_sparse_decode_triton_merge", num_warps=4, SPLITS_PADDED=power_of_two(t.splits, 1), **shape,
+        name="block_sparse_decode_triton_merge", num_warps=merge_warps(t.splits),
+        SPLITS_PADDED=power_of_two(t.splits, 1), **shape,
     )  # fmt: skip
     return out, lse

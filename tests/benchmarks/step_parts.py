@@ -13,7 +13,7 @@ import dspark_jax as ds
 from dspark_jax import sampling
 from dspark_jax.attention import LayerCache
 from dspark_jax.formats import MXFP8Array, NVFP4Array
-from dspark_jax.speculation import Plan, draft_block, target_law, verify_block
+from dspark_jax.speculation import Plan, draft_block, draft_tokens, target_law, verify_block
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,9 +83,8 @@ def parts(model: ds.Model, state: Any, config: ds.GenerateConfig, context: int) 
     def draft_chain(base, drafter, hidden, anchor, keys, temperature):
         # In a step nothing else reads these logits, and what they lie in becomes that of the laws.
         allowed = jnp.arange(base.shape[-1]) != d.mask_token_id
-        chain = drafter.markov_head
-        drafted = sampling.draft(
-            base, hidden, anchor, markov=chain, temperature=temperature, keys=keys, method=config.draft, allowed=allowed
+        drafted = draft_tokens(
+            drafter, base, hidden, anchor, temperature=temperature, keys=keys, method=config.draft, allowed=allowed
         )
         return drafted.log_q, (drafted.tokens, drafted.prev_embeddings)
 

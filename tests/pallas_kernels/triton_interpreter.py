@@ -89,13 +89,14 @@ def triton_call(
     """`jax_triton.triton_call` for concrete arrays."""
     from triton.runtime import interpreter
 
-    assert not input_output_aliases, "aliases are not interpreted"
     single = not isinstance(out_shape, list | tuple)
     shapes = [out_shape] if single else list(out_shape)
     inputs = [Guarded(np.shape(a), np.asarray(a).dtype, np.asarray(a)) if np.ndim(a) else a for a in args]
     outputs = [Guarded(s.shape, s.dtype) for s in shapes]
     for index in zeroed_outputs:
         outputs[index].array[...] = 0
+    for given, made in (input_output_aliases or {}).items():
+        outputs[made] = inputs[given]
     builder = interpreter.interpreter_builder
     plain_dot, plain_patch = builder.create_dot, interpreter._patch_lang_tensor
 

@@ -1,0 +1,138 @@
+"""`markov_draw` for NVIDIA GPUs from Ampere on, in Triton through jax-triton."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import _dispatch
+from pallas_kernels._triton import power_of_two, require_triton
+
+LARGEST_VOCABULARY = 2**21  # one program of the second kernel holds what all chunks of a row left
+# Of rows that read a tile of the table together, at most this many: tokens of a tile, warps, and tiles under way.
+TILES = {8: (128, 4, 4), 64: (64, 4, 4)}
+MOST_ROWS = max(TILES)
+STEP = 64  # of the rank at a time
+
+
+def build(logits: Any, latents: Any) -> Callable[..., tuple[jax.Array, ...]]:
+    """The kernels for arguments like these on their device, or NotImplementedError with the reason."""
+    require_triton(jnp.bfloat16, _dispatch.device_of(logits, latents))
+    if latents.dtype != jnp.bfloat16:
+        raise NotImplementedError(f"the Triton kernel takes a bfloat16 table, got {latents.dtype}.")
+    if logits.shape[2] > LARGEST_VOCABULARY:
+        raise NotImplementedError(f"the Triton kernel takes up to {LARGEST_VOCABULARY} tokens, got {logits.shape[2]}.")
+
+    def draw(
+        logits: jax.Array,
+        latents: jax.Array,
+        index: jax.Array,
+        table: jax.Array,
+        allowed: jax.Array,
+        words: jax.Array,
+        inverse: jax.Array,
+        drawn: jax.Array,
+        *,
+        slot: int,
+        keep: bool,
+    ) -> tuple[jax.Array, ...]:
+        kernel = _opaque(functools.partial(run, slot=slot, keep=keep))
+        settings = jnp.stack([inverse, drawn.astype(jnp.float32)], axis=-1)
+        out, token, numbers = kernel(logits, index, words, settings, latents, table, allowed.astype(jnp.int8))
+        return out, token, numbers[:, 0], numbers[:, 1]
+
+    return draw
+
+
+def tile(rows: int) -> tuple[int, int, int]:
+    """Tokens of a tile, warps and tiles under way for so many rows that read a tile together."""
+    return next(TILES[most] for most in sorted(TILES) if rows <= most)
+
+
+def run(
+    logits: jax.Array,
+    index: jax.Array,
+    words: jax.Array,
+    settings: jax.Array,
+    latents: jax.Array,
+    table: jax.Array,
+    allowed: jax.Array,
+    *,
+    slot: int,
+    keep: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """-> logits; int32 [B]: the token; float32 [B, 2]: peak, log of the mass.
+
+    Args:
+      settings: float32 [B, 2]; inverse temperature, whether to draw.
+      allowed: int8 [V].
+    """
+    import jax_triton  # pyright: ignore[reportMissingImports]
+
+    from pallas_kernels.markov_draw import triton_kernel
+
+    batch, slots, vocab = logits.shape
+    kept = min(power_of_two(batch, 1), MOST_ROWS)
+    width, warps, stages = tile(kept)
+    rank, chunks = table.shape[1], -(-vocab // width)
+    shape = jax.ShapeDtypeStruct
+    # Slots count from 2 in the kernel: an argument of 1 would be compiled anew, as a constant.
+    out, part, best = jax_triton.triton_call(
+        logits, index, words, settings, latents, table, allowed, slot + 2, kernel=triton_kernel.score,
+        out_shape=[
+            shape(logits.shape, jnp.float32), shape((batch, 3, chunks), jnp.float32), shape((batch, chunks), jnp.int32)
+        ],
+        grid=(-(-batch // kept), chunks), input_output_aliases={0: 0}, name="markov_draw_score_triton",
+        num_warps=warps, num_stages=stages, BATCH=batch, SLOTS=slots, LATENTS=latents.shape[0], VOCAB=vocab, RANK=rank,
+        CHUNKS=chunks, ROWS=max(kept, 16), KEPT=kept, WIDTH=width, STEP=min(STEP, power_of_two(rank)), KEEP=keep,
+    )  # fmt: skip
+    token, numbers = jax_triton.triton_call(
+        part, best, settings, kernel=triton_kernel.pick,
+        out_shape=[shape((batch,), jnp.int32), shape((batch, 2), jnp.float32)], grid=(batch,),
+        name="markov_draw_pick_triton", num_warps=8, VOCAB=vocab, CHUNKS=chunks, CHUNKS_PADDED=power_of_two(chunks, 1),
+    )  # fmt: skip
+    return out, token, numbers
+
+
+def _opaque(kernel: Callable[..., tuple[jax.Array, ...]]) -> Callable[..., tuple[jax.Array, ...]]:
+    """`kernel(logits, index, words, settings, *shared)` with a vmap rule and without a derivative.
+
+    A batch is folded into the rows; batches that have latents, a table or a mask of their own run one after the other.
+    """
+    rows = 4
+
+    def kernel_without_derivative(*args: jax.Array) -> tuple[jax.Array, ...]:
+        return folded(*args)
+
+    @jax.custom_batching.custom_vmap
+    def folded(*args: jax.Array) -> tuple[jax.Array, ...]:
+        return kernel(*args)
+
+    @folded.def_vmap
+    def fold(axis_size: int, batched: list[bool], *args: jax.Array) -> tuple[Any, Any]:
+        if any(batched[rows:]):
+            each = [a for a, is_batched in zip(args, batched, strict=True) if is_batched]
+
+            def one(own: list[jax.Array]) -> tuple[jax.Array, ...]:
+                rest = iter(own)
+                return folded(*(next(rest) if b else a for a, b in zip(args, batched, strict=True)))
+
+            outs = jax.lax.map(one, each)
+        else:
+            whole = [
+                a if b else jnp.broadcast_to(a[None], (axis_size, *a.shape))
+                for a, b in zip(args[:rows], batched[:rows], strict=True)
+            ]
+            outs = folded(*(a.reshape(-1, *a.shape[2:]) for a in whole), *args[rows:])
+            outs = tuple(o.reshape(axis_size, -1, *o.shape[1:]) for o in outs)
+        return tuple(outs), (True,) * len(outs)
+
+    guarded = jax.custom_jvp(kernel_without_derivative)
+
+    @guarded.defjvp
+    def no_derivative(primals: Any, tangents: Any) -> Any:
+        raise NotImplementedError("markov_draw has no derivative on this device: differentiate implementation='xla'.")
+
+    return guarded

@@ -1,0 +1,1 @@
+"""Per-head norm, rotary embedding and cache writes of projected queries, keys and values."""
