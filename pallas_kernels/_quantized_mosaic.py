@@ -12,6 +12,7 @@ others compute, `split` of them sharing a tile by every split-th step along K. x
     SwiGLU    `multiply(x, [gate, up], swiglu=Swiglu(...))`: two warpgroups of a tile make gate and up, one of them the
               product; with or without experts
 
+With a `unit` in the tiling and one tile of x, blocks share the tiles evenly, also where that cuts a tile.
 With `order` the next kernel's x comes out in the order in which that kernel reads it.
 """
 
@@ -25,6 +26,7 @@ from pallas_kernels import _mosaic as gpu
 from pallas_kernels._mosaic_fragments import reorder
 from pallas_kernels._quantized import MXFP8, Format, Operands
 from pallas_kernels._quantized_mosaic_block import Block, Problem
+from pallas_kernels._quantized_mosaic_cut import part_shape
 from pallas_kernels._quantized_mosaic_tiling import Swiglu, Tiling, plan, scale_steps, shared_memory_bytes
 
 __all__ = ["Swiglu", "Tiling", "multiply", "plan", "reorder", "scale_steps", "shared_memory_bytes"]
@@ -64,6 +66,10 @@ def multiply(
     rows = padded if rows is None else rows
     if rows != padded and padded != tiling.tokens:
         raise ValueError(f"only one tile may be cut short, got {rows} of {padded} rows with {tiling}.")
+    if tiling.unit and (padded != tiling.tokens or experts is not None):
+        raise ValueError(
+            f"tiles are shared where there is one tile of x and no experts, got {padded} rows with {tiling}."
+        )
     problem = Problem(
         form=first.format, divides=tuple(weight.format.divides for weight in weights), inputs=inputs, sizes=sizes,
         blocks=padded // tiling.tokens, rows=rows, steps_a_scale=scale_steps(first.format, tiling, inputs),
@@ -84,10 +90,19 @@ def multiply(
         operands.append(experts)
         names.append("experts")
 
-    def body(*refs: Any, **shared: Any) -> None:
-        Block(problem, tiling, interpret, dict(zip([*names, "out"], refs, strict=True)), shared).run()
-
     p, t = problem, tiling
+    outputs = dict(out=jax.ShapeDtypeStruct((rows, p.outputs), jnp.bfloat16))
+    if t.unit:
+        left = jax.ShapeDtypeStruct((p.grid(t), t.warpgroups, *part_shape(t.tokens)), jnp.float32)
+        outputs |= dict(left=left)
+        if interpret is not None:  # two launches; `Exchange` says why
+            outputs |= dict(seen=left)
+            operands.append(jnp.full(left.shape, jnp.nan, left.dtype))
+            names.append("given")
+
+    def body(*refs: Any, **shared: Any) -> None:
+        Block(problem, tiling, interpret, dict(zip([*names, *outputs], refs, strict=True)), shared).run()
+
     scratch = dict(
         x=gpu.tiled((t.stages, t.tokens, t.step), jnp.bfloat16),
         codes=gpu.SMEM((t.stages, t.warpgroups, gpu.ROWS, p.form.bytes(t.step)), first.codes.dtype),
@@ -103,12 +118,16 @@ def multiply(
             parts_ready=gpu.Barrier(num_arrivals=helpers),
             parts_free=gpu.Barrier(num_arrivals=p.finishers(t)),
         )
-    return gpu.kernel(
+    launch = gpu.kernel(
         body,
         name=name,
-        out_type=jax.ShapeDtypeStruct((rows, p.outputs), jnp.bfloat16),
+        out_type=list(outputs.values()),
         grid={"block": p.grid(t)},
         scratch=scratch,
         warpgroups=t.warpgroups * t.split + 1,
         interpret=interpret,
-    )(*operands)
+    )
+    out, *exchanged = launch(*operands)
+    if t.unit and interpret is not None:
+        out, *_ = launch(*operands[:-1], exchanged[-1])
+    return out

@@ -14,6 +14,7 @@ from pallas_kernels import _mosaic as gpu
 from pallas_kernels import _mosaic_fragments as fragments
 from pallas_kernels._mosaic_fragments import reorder
 from pallas_kernels._quantized import LEFT_OVER, MXFP8, Format, dequantize_blocks
+from pallas_kernels._quantized_mosaic_cut import Exchange, Piece, Shares, divide, modulo
 from pallas_kernels._quantized_mosaic_tiling import Swiglu, Tiling, registers
 
 
@@ -36,7 +37,12 @@ class Problem:
         return self.sizes[0] if self.swiglu else sum(self.sizes)
 
     def grid(self, tiling: Tiling) -> int:
-        return min(self.multiprocessors, self.blocks * self.tiles(tiling))
+        parts = self.units(tiling) if tiling.unit else 1  # of a tile
+        return min(self.multiprocessors, self.blocks * self.tiles(tiling) * parts)
+
+    def units(self, tiling: Tiling) -> int:
+        """Copies of scales of a tile."""
+        return self.inputs // tiling.step // self.steps_a_scale
 
     def finishers(self, tiling: Tiling) -> int:
         """Warpgroups that write a tile; the others help them."""
@@ -70,11 +76,19 @@ class Block:
         self.p, self.t, self.interpret, self.g, self.s = problem, tiling, interpret, refs, shared
         self.tiles = problem.tiles(tiling)
         self.grid = problem.grid(tiling)
-        self.steps = problem.inputs // tiling.step
+        self.units = problem.units(tiling)
         self.computing = tiling.warpgroups * tiling.split
         self.block, self.warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
         self.blocks = refs["experts"][0] if problem.grouped else self.block * 0 + problem.blocks
-        self.items = _divide(self.blocks * self.tiles - self.block + (self.grid - 1), self.grid)
+        self.exchange = self.shares = None
+        if tiling.unit:
+            self.shares = Shares(self.tiles, self.units, self.grid)
+            self.exchange = Exchange(refs, problem.finishers(tiling), interpret)
+            self.items = self.shares.pieces(self.block)
+            self.copies = self.shares.start(self.block - 1) - self.shares.start(self.block)
+        else:
+            self.items = divide(self.blocks * self.tiles - self.block + (self.grid - 1), self.grid)
+            self.copies = self.items * self.units
         self.registers = registers(problem.form, tiling)
 
     def run(self) -> None:
@@ -90,12 +104,18 @@ class Block:
                 gpu.set_max_registers(self.registers.copying, action="decrease")
             self.memory()
 
-    def locate(self, item: Any) -> tuple[Any, Any]:
-        """Tile of x and tile of the output features of this block's item."""
+    def locate(self, item: Any) -> Piece:
+        """What this block does as its item."""
+        if self.shares is not None:
+            return self.shares.piece(self.block, item)
+        return Piece(*self.whole(item), 0, self.units, item * self.units)
+
+    def whole(self, item: Any) -> tuple[Any, Any]:
+        """Tile of x and tile of the output features of this block's item, if tiles are not shared."""
         number = self.block + item * self.grid
         if self.t.group == 1:
-            return _divide(number, self.tiles), _modulo(number, self.tiles)
-        first = _divide(number, self.t.group * self.tiles) * self.t.group
+            return divide(number, self.tiles), modulo(number, self.tiles)
+        first = divide(number, self.t.group * self.tiles) * self.t.group
         size = jnp.minimum(self.blocks - first, self.t.group)
         inside = number - first * self.tiles
         tile = lax.div(inside, size)
@@ -108,18 +128,19 @@ class Block:
 
         @gpu.loop(0, self.items)
         def _item(item: Any) -> None:
-            block, tile = self.locate(item)
+            piece = self.locate(item)
             for weights, first, end in p.sources(t):
-                copy = functools.partial(self.copy_item, item, block, tile - first, weights)
-                copy() if (first, end) == (0, self.tiles) else gpu.when((tile >= first) & (tile < end))(copy)
+                copy = functools.partial(self.copy_piece, piece, piece.tile - first, weights)
+                own = (piece.tile >= first) & (piece.tile < end)
+                copy() if (first, end) == (0, self.tiles) else gpu.when(own)(copy)
 
-        self.drain("free", self.items * self.steps, t.stages)
-        self.drain("scale_free", self.items * (self.steps // p.steps_a_scale), t.scale_stages)
+        self.drain("free", self.copies * p.steps_a_scale, t.stages)
+        self.drain("scale_free", self.copies, t.scale_stages)
 
-    def copy_item(self, item: Any, block: Any, tile: Any, weights: tuple[int, ...]) -> None:
-        """All that one item reads; `tile` counts from the first of its weight."""
+    def copy_piece(self, piece: Piece, tile: Any, weights: tuple[int, ...]) -> None:
+        """All that one piece reads; `tile` counts from the first of its weight."""
         p, t, g, s = self.p, self.t, self.g, self.s
-        copies_an_item = self.steps // p.steps_a_scale
+        block = piece.block
         start = tile * p.features(t) + (g["experts"][1 + block] * p.outputs if p.grouped else 0)
 
         def sources(name: str) -> list[Any]:
@@ -131,10 +152,11 @@ class Block:
 
         codes, scales = sources("codes"), sources("scale")
 
-        @gpu.loop(0, copies_an_item)
+        @gpu.loop(0, piece.end - piece.first)
         def _scales(copy: Any) -> None:
-            number = item * copies_an_item + copy
-            slot = _modulo(number, t.scale_stages)
+            number = piece.before + copy
+            copy = piece.first + copy
+            slot = modulo(number, t.scale_stages)
             gpu.when(number >= t.scale_stages)(lambda: gpu.barrier_wait(s["scale_free"].at[slot]))
             columns = gpu.ds(copy * p.scale_bytes(t), p.scale_bytes(t))
             for m, source in enumerate(scales):
@@ -143,10 +165,10 @@ class Block:
             @gpu.loop(0, p.steps_a_scale)
             def _step(k: Any) -> None:
                 step = copy * p.steps_a_scale + k
-                number = item * self.steps + step
-                slot = _modulo(number, t.stages)
+                number_of_step = number * p.steps_a_scale + k
+                slot = modulo(number_of_step, t.stages)
                 ready = s["ready"].at[slot]
-                gpu.when(number >= t.stages)(lambda: gpu.barrier_wait(s["free"].at[slot]))
+                gpu.when(number_of_step >= t.stages)(lambda: gpu.barrier_wait(s["free"].at[slot]))
                 columns = gpu.ds(step * p.form.bytes(t.step), p.form.bytes(t.step))
                 for m, source in enumerate(codes):
                     gpu.copy_to_shared(source.at[:, columns], s["codes"].at[slot, m], ready)
@@ -158,22 +180,22 @@ class Block:
 
         @gpu.loop(jnp.maximum(filled - slots, 0), filled)
         def _wait(number: Any) -> None:
-            gpu.barrier_wait(self.s[name].at[_modulo(number, slots)])
+            gpu.barrier_wait(self.s[name].at[modulo(number, slots)])
 
     # The computing warpgroups.
 
     def compute(self) -> None:
         t, s = self.t, self.s
-        self.place = _modulo(self.warpgroup, t.warpgroups)  # which 64 rows
-        self.share = _divide(self.warpgroup, t.warpgroups)  # which steps
+        self.place = modulo(self.warpgroup, t.warpgroups)  # which 64 rows
+        self.share = divide(self.warpgroup, t.warpgroups)  # which steps
         finishers = self.p.finishers(t)
 
         @gpu.loop(0, self.items)
         def _item(item: Any) -> None:
-            block, tile = self.locate(item)
-            part = self.accumulate(item)
+            piece = self.locate(item)
+            part = self.accumulate(piece)
             if "parts" not in s:
-                self.finish(block, tile, [part])
+                self.finish(piece, [part])
                 return
 
             @gpu.when(self.warpgroup >= finishers)
@@ -190,7 +212,7 @@ class Block:
                 else:
                     helped = [self.get_part(i * t.warpgroups + self.warpgroup) for i in range(t.split - 1)]
                 gpu.barrier_arrive(s["parts_free"])
-                self.finish(block, tile, [part, *helped])
+                self.finish(piece, [part, *helped])
 
         if "parts" in s:
 
@@ -198,10 +220,10 @@ class Block:
             def _drain() -> None:
                 gpu.barrier_wait(s["parts_free"])
 
-    def accumulate(self, item: Any) -> jax.Array:
-        """This warpgroup's share of the product of a tile: float32 [64, tokens], before the factor."""
+    def accumulate(self, piece: Piece) -> jax.Array:
+        """This warpgroup's share of the product of a piece: float32 [64, tokens], before the factor."""
         if self.interpret is not None:  # the interpreter knows neither registers as operands of wgmma nor assembly
-            return self.each_step(item, self.add_step_plainly, gpu.full((gpu.ROWS, self.t.tokens), 0.0))
+            return self.each_step(piece, self.add_step_plainly, gpu.full((gpu.ROWS, self.t.tokens), 0.0))
 
         def add_step(accumulator: Any, slot: Any, scales: Any, _: None) -> None:
             form, x = self.p.form, self.s["x"].at[slot]
@@ -220,24 +242,24 @@ class Block:
             gpu.wait_products(0)
 
         def run(accumulator: Any) -> jax.Array:
-            self.each_step(item, functools.partial(add_step, accumulator), None)
+            self.each_step(piece, functools.partial(add_step, accumulator), None)
             return accumulator[...]
 
         return gpu.with_accumulator(run, (gpu.ROWS, self.t.tokens))
 
-    def each_step(self, item: Any, add: Callable[[Any, Any, Any], Any], total: Any) -> Any:
+    def each_step(self, piece: Piece, add: Callable[[Any, Any, Any], Any], total: Any) -> Any:
         """add(slot of the step, its scales, total) -> total, for each step of this warpgroup."""
         p, t, s = self.p, self.t, self.s
-        a_step, copies_an_item = t.step // p.form.block, self.steps // p.steps_a_scale
+        a_step = t.step // p.form.block
 
         def copy(number: Any, total: Any) -> Any:
-            number = item * copies_an_item + number
-            scale_slot = _modulo(number, t.scale_stages)
+            number = piece.before + number
+            scale_slot = modulo(number, t.scale_stages)
             gpu.barrier_wait(s["scale_ready"].at[scale_slot])
 
             def step(i: Any, total: Any) -> Any:
                 k = i * t.split + self.share
-                slot = _modulo(number * p.steps_a_scale + k, t.stages)
+                slot = modulo(number * p.steps_a_scale + k, t.stages)
                 gpu.barrier_wait(s["ready"].at[slot])
                 scales = s["scale"].at[scale_slot, self.place, :, gpu.ds(k * a_step, a_step)]
                 total = add(slot, scales, total)
@@ -248,7 +270,7 @@ class Block:
             gpu.barrier_arrive(s["scale_free"].at[scale_slot])
             return total
 
-        return lax.fori_loop(0, copies_an_item, copy, total)
+        return lax.fori_loop(0, piece.end - piece.first, copy, total)
 
     def add_step_plainly(self, slot: Any, scales: Any, total: jax.Array) -> jax.Array:
         weights = plain_weights(self.p.form, self.s["codes"].at[slot, self.place][...], scales[...])
@@ -268,10 +290,31 @@ class Block:
             return self.s["parts"].at[place][...].reshape(shape)
         return fragments.get(self.s["parts"].at[place], shape)
 
-    def finish(self, block: Any, tile: Any, parts: list[jax.Array]) -> None:
-        """Sum, factor, SwiGLU, store. With a SwiGLU parts alternate: gate, up, gate, up."""
+    def finish(self, piece: Piece, parts: list[jax.Array]) -> None:
+        """Sum, and of a tile that is complete the results. With a SwiGLU parts alternate: gate, up, gate, up."""
+        sums = 2 if self.p.swiglu else 1
+        totals = [functools.reduce(jnp.add, parts[i + sums :: sums], parts[i]) for i in range(sums)]
+        exchange, finisher = self.exchange, self.warpgroup
+        if exchange is None:
+            self.results(piece, totals)
+            return
+
+        @gpu.when(piece.first > 0)
+        def _leave() -> None:
+            exchange.leave(self.block, finisher, totals)
+
+        @gpu.when(piece.first == 0)
+        def _complete() -> None:
+            def add(i: Any, totals: Any) -> Any:
+                taken = exchange.take(self.block - 1 - i, finisher)
+                return [a + b for a, b in zip(totals, taken, strict=True)]
+
+            self.results(piece, lax.fori_loop(0, piece.others, add, totals))
+
+    def results(self, piece: Piece, totals: list[jax.Array]) -> None:
+        """Factor, SwiGLU, store."""
         p, t, g = self.p, self.t, self.g
-        expert = g["experts"][1 + block] if p.grouped else 0
+        expert = g["experts"][1 + piece.block] if p.grouped else 0
         left_over = 1.0 if self.interpret is not None else LEFT_OVER
 
         def factor(weight: int) -> Any:
@@ -280,19 +323,15 @@ class Block:
             scale = g[f"global_scale{weight}"][expert]
             return jnp.float32(left_over) / scale if p.divides[weight] else scale * jnp.float32(left_over)
 
-        def total(mine: list[jax.Array], factor: Any) -> jax.Array:
-            return functools.reduce(jnp.add, mine[1:], mine[0]) * factor
-
         if p.swiglu:
-            gate, up = (total(parts[i :: t.warpgroups], factor(i)) for i in range(2))
-            values = p.swiglu(gate, up)
+            values = p.swiglu(*(total * factor(i) for i, total in enumerate(totals)))
         else:
             own = factor(0)
             if p.form is not MXFP8:
                 for (i,), first, _ in p.sources(t)[1:]:
-                    own = jnp.where(tile >= first, factor(i), own)
-            values = total(parts, own)
-        self.store(block, tile * p.finishers(t) + self.place, values)
+                    own = jnp.where(piece.tile >= first, factor(i), own)
+            values = totals[0] * own
+        self.store(piece.block, piece.tile * p.finishers(t) + self.place, values)
 
     def store(self, block: Any, number: Any, values: jax.Array) -> None:
         """values [64, tokens], of the 64 outputs of this number, to the result, transposed and rounded."""
@@ -300,7 +339,7 @@ class Block:
         slabs = 1 if p.order is None else p.order.per_byte  # pieces of 64 outputs that take turns in the order
         start = number * gpu.ROWS
         if slabs > 1:
-            start = _divide(number, slabs) * (slabs * gpu.ROWS) + _modulo(number, slabs) * (8 // slabs)
+            start = divide(number, slabs) * (slabs * gpu.ROWS) + modulo(number, slabs) * (8 // slabs)
         tokens = gpu.ds(block * self.t.tokens, rows)
         if self.interpret is None:
             out = self.g["out"].at[tokens, gpu.ds(start, gpu.ROWS)]
@@ -319,11 +358,3 @@ def plain_weights(form: Format, codes: jax.Array, scales: jax.Array) -> jax.Arra
     """What the warpgroups make of [64, bytes] codes and [64, blocks] scales, in float32, in the kernel's order of K."""
     # Without their power of two, which would make some subnormal: interpreters may flush those.
     return reorder(form, dequantize_blocks(form, codes, scales))
-
-
-def _divide(a: Any, b: int) -> Any:
-    return lax.div(a, jnp.int32(b))
-
-
-def _modulo(a: Any, b: int) -> Any:
-    return lax.rem(a, jnp.int32(b))

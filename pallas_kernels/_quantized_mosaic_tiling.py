@@ -26,6 +26,8 @@ class Tiling:
       split: computing warpgroups that share the inputs of a tile.
       scale_stages: copies of scales held in shared memory; one copy serves several steps.
       group: tiles of x that are worked through together before the next ones; 1 keeps x, many keep W in the cache.
+      unit: inputs by which blocks share the tiles evenly, for one tile of x; one copy of scales serves them. None: a
+        block takes whole tiles.
     """
 
     tokens: int
@@ -35,6 +37,7 @@ class Tiling:
     split: int = 1
     scale_stages: int = 3
     group: int = 1
+    unit: int | None = None
 
     def __post_init__(self) -> None:
         if self.tokens % 8 or not 8 <= self.tokens <= 256:
@@ -54,6 +57,11 @@ class Tiling:
             raise ValueError(f"scale_stages must be at least 2, one to fill and one to use, got {self.scale_stages}.")
         if self.group < 1:
             raise ValueError(f"group must be at least 1 tile of x, got {self.group}.")
+        if self.unit is not None and (self.unit < 1 or self.unit % (self.step * self.split)):
+            raise ValueError(
+                f"unit must be a multiple of step {self.step} times split {self.split}, got {self.unit}: each "
+                "computing warpgroup has to see every round of its slots."
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,12 +117,13 @@ def scale_steps(form: Format, tiling: Tiling, inputs: int) -> int:
     steps, a_step = inputs // tiling.step, tiling.step // form.block
     fitting = [
         n for n in range(tiling.split, steps + 1, tiling.split)
-        if steps % n == 0 and n * a_step % 16 == 0 and n * a_step <= 256
+        if steps % n == 0 and n * a_step % 16 == 0 and n * a_step <= 256 and tiling.unit in (None, n * tiling.step)
     ]  # fmt: skip
     if inputs % tiling.step or not fitting:
+        units = f" in units of {tiling.unit}" if tiling.unit else ""
         raise NotImplementedError(
-            f"the Mosaic kernel with steps of {tiling.step} inputs, split {tiling.split} ways, cannot cut {inputs} "
-            f"inputs of {form.name} into copies of 16 bytes of scales."
+            f"the Mosaic kernel with steps of {tiling.step} inputs, split {tiling.split} ways{units}, cannot cut "
+            f"{inputs} inputs of {form.name} into copies of 16 bytes of scales."
         )
     few = [n for n in fitting if n * a_step * tiling.warpgroups <= SCALE_BYTES]
     return max(few or fitting[:1])

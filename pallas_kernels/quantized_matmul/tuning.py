@@ -5,7 +5,8 @@ weight [8192, 6144], in microseconds: 1 row Mosaic 15.6, Triton 17.9; 8 rows 15.
 the reorder of x as a kernel of its own, in an order that is no longer used: 16.9, 17.9; 17.3, 17.8; 24.7, 33.4). Mosaic
 comes first where it is about as fast, since XLA captures its launches in a graph, and those of Triton not. Among the
 candidates for a number of rows the one with the least estimated time wins: waves of tiles over the multiprocessors,
-each as long as its products or its reads of W and x out of the cache take.
+each as long as its products or its reads of W and x out of the cache take. Candidates with a `unit` cut tiles evenly
+among the multiprocessors, and pay for the exchange of their parts.
 """
 
 import dataclasses
@@ -25,23 +26,27 @@ class Candidate:
       warpgroups, split: as in its tiling.
       tokens: most rows of x in a tile; rows are cut evenly into tiles of at most this many.
       step: inputs of a pipeline step.
+      unit: as in its tiling; with one there has to be one tile of rows.
     """
 
     warpgroups: int
     tokens: int
     step: int
     split: int = 1
+    unit: int | None = None
 
     def tiling(self, rows: int, form: Format, inputs: int, *, swiglu: bool = False) -> _quantized_mosaic.Tiling:
         """The tiling for `rows`, as deep as shared memory allows, or NotImplementedError if not even two stages fit."""
         tiles = -(-rows // self.tokens)
+        if self.unit and tiles > 1:
+            raise NotImplementedError(f"{rows} rows are more than the one tile of {self}.")
         tokens = -(-rows // (8 * tiles)) * 8
         group = 8 if tiles > 4 else 2 if swiglu and tiles > 1 else 1
         reason = None
         for stages in range(MOST_STAGES - MOST_STAGES % self.split, 1, -self.split):
             tiling = _quantized_mosaic.Tiling(
                 tokens=tokens, step=self.step, stages=stages, warpgroups=self.warpgroups, split=self.split,
-                scale_stages=2, group=group,
+                scale_stages=2 + (stages * self.step // self.unit if self.unit else 0), group=group, unit=self.unit,
             )  # fmt: skip
             try:
                 _quantized_mosaic.plan(form, tiling, inputs, 64 * self.warpgroups, swiglu)
@@ -92,6 +97,7 @@ MOST_STAGES = 8
 # 3 x 128 80.9, 2 x 256 88.3. Weights of one x in a launch, [9856, 6144]: 8 rows 1 x 8 25.4, 2 x 8 21.3; 512 rows
 # 2 x 176 104, 2 x 104 116, 2 x 128 131, 2 x 256 139.
 PRODUCTS, CACHE_BYTES, MAKING = 2048, 33, 1.8
+EXCHANGE = 2600  # clocks, 1.5 us: a part of a tile to global memory, its signal, and back; infinite: no tile is shared
 ANY = 2**31
 
 _T = _quantized_triton.Tiling
@@ -106,29 +112,40 @@ _MANY = (
     Candidate(warpgroups=2, tokens=104, step=128),
     Candidate(warpgroups=2, tokens=64, step=128),
 )
+_FEW_EVEN = tuple(
+    Candidate(warpgroups=w, split=2, tokens=16, step=256, unit=unit) for w in (1, 2) for unit in (1024, 512)
+)
+_SOME_EVEN = tuple(
+    Candidate(warpgroups=w, split=2 // w, tokens=64, step=128, unit=unit) for w in (1, 2) for unit in (1024, 512)
+)
+_FEW_EVEN_PAIRS = _FEW_EVEN[2:]
+_SOME_EVEN_PAIRS = tuple(
+    Candidate(warpgroups=2, split=split, tokens=64, step=128, unit=unit) for split in (2, 1) for unit in (1024, 512)
+)
 _FEW_PAIRS = (Candidate(warpgroups=2, split=2, tokens=16, step=256), Candidate(warpgroups=2, tokens=16, step=256))
 _SOME_PAIRS = (Candidate(warpgroups=2, split=2, tokens=64, step=128), Candidate(warpgroups=2, tokens=64, step=128))
 _MANY_PAIRS = (Candidate(warpgroups=2, tokens=128, step=128), Candidate(warpgroups=2, tokens=64, step=128))
 _TALL, _TALL_WIDE = Candidate(warpgroups=2, tokens=256, step=64), Candidate(warpgroups=2, tokens=256, step=128)
 _WIDE = (Candidate(warpgroups=1, split=4, tokens=16, step=512), *_FEW)
 _WIDE_PAIRS = (Candidate(warpgroups=2, split=2, tokens=16, step=512), *_FEW_PAIRS)
+_WIDE_EVEN = (Candidate(warpgroups=1, split=2, tokens=16, step=512, unit=1024), *_FEW_EVEN)
 
 TABLE: dict[FormatName, tuple[Entry, ...]] = {
     "mxfp8": (
         Entry(
-            rows=8, order=("mosaic", "triton"), mosaic=(*_FEW, _FEW_WIDE), swiglu=_FEW_PAIRS, least_fill=0.7,
-            triton=_T(features=64, tokens=8, step=256, stages=5),
+            rows=8, order=("mosaic", "triton"), mosaic=(*_FEW, _FEW_WIDE, *_FEW_EVEN), least_fill=0.7,
+            swiglu=(*_FEW_PAIRS, *_FEW_EVEN_PAIRS), triton=_T(features=64, tokens=8, step=256, stages=5),
         ),
         Entry(
-            rows=16, order=("mosaic", "triton"), mosaic=_FEW, swiglu=_FEW_PAIRS,
+            rows=16, order=("mosaic", "triton"), mosaic=(*_FEW, *_FEW_EVEN), swiglu=(*_FEW_PAIRS, *_FEW_EVEN_PAIRS),
             triton=_T(features=64, tokens=16, step=256),
         ),
         Entry(
-            rows=32, order=("mosaic", "triton"), mosaic=_SOME, swiglu=_SOME_PAIRS,
+            rows=32, order=("mosaic", "triton"), mosaic=(*_SOME, *_SOME_EVEN), swiglu=(*_SOME_PAIRS, *_SOME_EVEN_PAIRS),
             triton=_T(features=64, tokens=32, step=128),
         ),
         Entry(
-            rows=64, order=("mosaic", "triton"), mosaic=_SOME, swiglu=_SOME_PAIRS,
+            rows=64, order=("mosaic", "triton"), mosaic=(*_SOME, *_SOME_EVEN), swiglu=(*_SOME_PAIRS, *_SOME_EVEN_PAIRS),
             triton=_T(features=64, tokens=64, step=128),
         ),
         Entry(
@@ -138,19 +155,20 @@ TABLE: dict[FormatName, tuple[Entry, ...]] = {
     ),
     "nvfp4": (
         Entry(
-            rows=8, order=("mosaic", "triton"), mosaic=_WIDE, swiglu=_WIDE_PAIRS, least_fill=0.7,
-            triton=_T(features=64, tokens=8, step=512),
+            rows=8, order=("mosaic", "triton"), mosaic=(*_WIDE, *_WIDE_EVEN), least_fill=0.7,
+            swiglu=(*_WIDE_PAIRS, *_FEW_EVEN_PAIRS), triton=_T(features=64, tokens=8, step=512),
         ),
         Entry(
-            rows=16, order=("mosaic", "triton"), mosaic=_WIDE, swiglu=_WIDE_PAIRS,
+            rows=16, order=("mosaic", "triton"), mosaic=(*_WIDE, *_WIDE_EVEN),
+            swiglu=(*_WIDE_PAIRS, *_FEW_EVEN_PAIRS),
             triton=_T(features=64, tokens=16, step=256),
         ),
         Entry(
-            rows=32, order=("mosaic", "triton"), mosaic=_SOME, swiglu=_SOME_PAIRS,
+            rows=32, order=("mosaic", "triton"), mosaic=(*_SOME, *_SOME_EVEN), swiglu=(*_SOME_PAIRS, *_SOME_EVEN_PAIRS),
             triton=_T(features=64, tokens=32, step=128),
         ),
         Entry(
-            rows=64, order=("mosaic", "triton"), mosaic=_SOME, swiglu=_SOME_PAIRS,
+            rows=64, order=("mosaic", "triton"), mosaic=(*_SOME, *_SOME_EVEN), swiglu=(*_SOME_PAIRS, *_SOME_EVEN_PAIRS),
             triton=_T(features=64, tokens=64, step=128),
         ),
         Entry(
@@ -203,7 +221,13 @@ def choose_mosaic(
         tiles = sum(sizes) // (64 if swiglu else features) * -(-rows // tiling.tokens)
         read = features / form.per_byte + 2 * tiling.tokens  # bytes for each input
         clocks = max(features * tiling.tokens / PRODUCTS + MAKING * tiling.warpgroups, read / CACHE_BYTES)
-        fitting.append((-(-tiles // multiprocessors) * clocks, tiling))
+        if tiling.unit:
+            units = tiles * inputs // tiling.unit
+            waves = -(-units // min(multiprocessors, units)) * tiling.unit / inputs  # the longest share, in tiles
+            clocks += EXCHANGE / inputs / waves
+        else:
+            waves = -(-tiles // multiprocessors)
+        fitting.append((waves * clocks, tiling))
     if not fitting:
         raise reason or NotImplementedError("the Mosaic kernel has no tiling for this weight.")
     return min(fitting, key=lambda pair: pair[0])[1]

@@ -6,6 +6,7 @@ pytest -n 12 tests/pallas_kernels/test_quantized_matmul_gpu.py
 
 import dataclasses
 import functools
+import itertools
 import re
 import secrets
 
@@ -159,6 +160,81 @@ def test_every_tiling_of_the_mlp(entry: int) -> None:
         poison(r, 512), poison(r, 256)
         out = run(x, *(a for p in parts for a in (p.codes, p.scale, p.global_scale)))
         assert_mlp(out, x, gate, up, down)
+
+
+def shared_tilings(form: str, rows: int, swiglu: bool = False) -> list:
+    """Those of the table in which blocks share tiles, and wide ones."""
+    entry, form = tuning.find(_quantized.FORMATS[form], rows), _quantized.FORMATS[form]
+    candidates = [c for c in (entry.swiglu if swiglu else entry.mosaic) if c.unit]
+    if not swiglu and rows > 16:
+        candidates += [tuning.Candidate(warpgroups=w, tokens=64, step=128, unit=512) for w in (3, 4)]
+    return [candidate.tiling(rows, form, 6144, swiglu=swiglu) for candidate in candidates]
+
+
+def repeated(run, *args) -> jax.Array:
+    """run(*args), bit for bit the same every time, whatever earlier results left in memory."""
+    out = run(*args)
+    for _ in range(5):
+        poison(132, 2, 64, 128)
+        assert np.array_equal(np.asarray(out).view(np.uint16), np.asarray(run(*args)).view(np.uint16))
+    return out
+
+
+@needs_sm90
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("rows", [1, 7, 8, 16, 56, 64])
+def test_shared_tiles_of_several_weights(rows: int, form: str) -> None:
+    from pallas_kernels.quantized_matmul.mosaic_sm90 import quantized_matmuls_mosaic
+
+    sizes, seed = (3072, 768, 1536), secrets.randbits(32)
+    print(f"seed {seed}")
+    weights, x = several(form, seed, sizes, 6144), random_x(seed, rows, 6144)
+    taken = [_quantized.take_apart(weight) for weight in weights]
+    parts = [part for each in taken for part in (each.codes, each.scale, each.global_scale)]
+    for tiling in shared_tilings(form, rows):
+        run = jax.jit(
+            functools.partial(quantized_matmuls_mosaic, forms=tuple(each.format for each in taken), tiling=tiling)
+        )
+        poison(rows, sum(sizes))
+        outs = np.split(np.asarray(repeated(run, x, *parts)), np.cumsum(sizes)[:-1], axis=1)
+        for out, weight in zip(outs, weights, strict=True):
+            assert_product(out, x, weight)
+
+
+@needs_sm90
+@pytest.mark.parametrize("forms", [("mxfp8",) * 3, ("nvfp4", "nvfp4", "mxfp8")], ids=["mxfp8", "nvfp4"])
+@pytest.mark.parametrize("rows", [1, 7, 56, 64])
+def test_shared_tiles_of_an_mlp(rows: int, forms: tuple) -> None:
+    from pallas_kernels._quantized_mosaic import Swiglu
+    from pallas_kernels.quantized_matmul.mosaic_sm90 import quantized_mlp_mosaic
+
+    gate, up = (random_weight(f, rows + i, 3072, 6144) for i, f in enumerate(forms[:2]))
+    down, x = random_weight(forms[2], rows, 768, 3072), random_x(rows, rows, 6144) * jnp.bfloat16(2.0**-8)
+    parts = [_quantized.take_apart(w) for w in (gate, up, down)]
+    static = dict(forms=tuple(p.format for p in parts), swiglu=Swiglu(1.702, 7.0, rounded=True))
+    seconds = itertools.cycle(shared_tilings(forms[2], rows))
+    for first, second in zip(shared_tilings(forms[0], rows, swiglu=True), seconds, strict=False):
+        run = jax.jit(functools.partial(quantized_mlp_mosaic, tilings=(first, second), **static))
+        poison(rows, 3072), poison(rows, 768)
+        assert_mlp(repeated(run, x, *(a for p in parts for a in (p.codes, p.scale, p.global_scale))), x, gate, up, down)
+
+
+@needs_sm90
+@pytest.mark.parametrize("rows", [7, 64])
+def test_shared_tiles_in_a_loop(rows: int) -> None:
+    """Each launch finds its counters at zero; the weights are those of o_proj."""
+    weight, x = random_weight("mxfp8", rows, 6144, 8192), random_x(rows, rows, 8192)
+    assert tuning.choose_mosaic(_quantized.MXFP8, rows, 6144, 8192).unit
+
+    @jax.jit
+    def looped(x, weight):
+        def step(_, carry):
+            x, _previous = carry
+            return jnp.roll(x, 1, axis=0), quantized_matmul(x, weight, implementation="mosaic")
+
+        return jax.lax.fori_loop(0, 20, step, (x, jnp.zeros((rows, 6144), x.dtype)))[1]
+
+    assert_product(looped(x, weight), jnp.roll(x, 19, axis=0), weight)
 
 
 # out, in, rows; of the model, and of tiles that do not fill the chip

@@ -1,0 +1,235 @@
+"""Tiles that blocks of the Mosaic kernel of `quantized_matmul` share evenly: the cut, the exchange, the choice."""
+
+import dataclasses
+import functools
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from quantized_matmul_cases import assert_mlp, assert_product, random_weight, random_x
+
+from pallas_kernels import _mosaic, _quantized_mosaic
+from pallas_kernels._quantized import FORMATS, MXFP8, NVFP4, take_apart
+from pallas_kernels._quantized_mosaic import Swiglu, Tiling, scale_steps
+from pallas_kernels._quantized_mosaic_cut import Exchange, Shares
+from pallas_kernels.quantized_matmul import mosaic_sm90, tuning
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*os.fork.*:RuntimeWarning")  # the interpreter's threads, harmless
+
+RACES, PLAIN = _mosaic.interpreter(detect_races=True), _mosaic.interpreter()
+SWIGLU = Swiglu(1.702, 7.0, rounded=True)
+
+
+def parts_of(weights) -> tuple[list, tuple]:
+    taken = [take_apart(weight) for weight in weights]
+    return [part for w in taken for part in (w.codes, w.scale, w.global_scale)], tuple(w.format for w in taken)
+
+
+def run(x, weights, **static) -> list:
+    flat, forms = parts_of(weights)
+    out = mosaic_sm90.quantized_matmuls_mosaic(x, *flat, forms=forms, **static)
+    return np.split(np.asarray(out), np.cumsum([weight.codes.shape[0] for weight in weights])[:-1], axis=1)
+
+
+def weights_of(form: str, sizes: tuple[int, ...], inputs: int) -> list:
+    ops = itertools.cycle(("multiply", "divide"))
+    return [random_weight(form, i, out, inputs, op=op) for i, (out, op) in enumerate(zip(sizes, ops, strict=False))]
+
+
+CUTS = [  # tiles, units of each, blocks: real launches, tiles longer than a share, shares of one unit, one block
+    (154, 12, 132), (96, 16, 132), (96, 24, 132), (192, 12, 132), (48, 12, 132), (96, 6, 132),
+    (3, 8, 7), (2, 24, 48), (5, 3, 4), (7, 4, 1), (1, 5, 3), (4, 2, 8), (132, 6, 132),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("tiles, units, blocks", CUTS)
+def test_every_unit_is_done_once_and_every_part_is_fetched(tiles: int, units: int, blocks: int) -> None:
+    shares = Shares(tiles, units, blocks)
+    done, left, fetched, lengths = np.zeros((tiles, units), int), set(), set(), []
+    for block in range(blocks):
+        count, before = int(shares.pieces(jnp.int32(block))), 0
+        for item in range(count):
+            piece = jax.tree.map(int, vars(shares.piece(jnp.int32(block), jnp.int32(item))))
+            assert 0 <= piece["first"] < piece["end"] <= units and piece["before"] == before
+            done[piece["tile"], piece["first"] : piece["end"]] += 1
+            before += piece["end"] - piece["first"]
+            if piece["first"] > 0:
+                assert item == 0 and piece["others"] == 0  # so that a block leaves one part at most, and at once
+                left.add((block, piece["tile"]))
+            assert (piece["others"] > 0) == (piece["first"] == 0 and piece["end"] < units)
+            fetched |= {(block - 1 - i, piece["tile"]) for i in range(piece["others"])}
+        lengths.append(before)
+    assert (done == 1).all() and fetched == left
+    assert max(lengths) - min(lengths) <= 1 and min(lengths) >= 1
+
+
+FEW = Tiling(tokens=8, step=128, stages=4, split=2, scale_stages=3, unit=512)
+CASES = [  # format, rows, outputs of the weights, inputs, multiprocessors, tiling
+    ("mxfp8", 1, (192,), 1024, 2, FEW),
+    ("mxfp8", 7, (128,), 2048, 5, dataclasses.replace(FEW, split=1, stages=3)),  # tiles that three blocks share
+    ("mxfp8", 8, (64, 192), 1536, 5, dataclasses.replace(FEW, split=4, step=128)),
+    ("mxfp8", 56, (256, 128), 1024, 4, Tiling(tokens=56, step=128, stages=2, warpgroups=2, unit=1024)),
+    ("nvfp4", 8, (128, 64, 192), 768, 4, dataclasses.replace(FEW, unit=256)),
+    ("nvfp4", 64, (64,), 1536, 132, Tiling(tokens=64, step=128, stages=2, unit=512)),  # fewer units than blocks
+    ("mxfp8", 16, (128, 256), 1024, 5, Tiling(tokens=16, step=256, stages=4, warpgroups=2, split=2, unit=512)),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]}-{c[1]}")
+def test_interpreted(case: tuple) -> None:
+    form, rows, sizes, inputs, multiprocessors, tiling = case
+    weights, x = weights_of(form, sizes, inputs), random_x(rows, rows, inputs)
+    outs = run(x, weights, tiling=tiling, multiprocessors=multiprocessors, interpret=RACES)
+    for out, weight in zip(outs, weights, strict=True):
+        assert_product(out, x, weight)
+
+
+PAIR = dataclasses.replace(FEW, warpgroups=2)
+
+
+def run_mlp(x, weights, tilings=(PAIR, FEW), multiprocessors=5, interpret=RACES):
+    flat, forms = parts_of(weights)
+    static = dict(forms=forms, swiglu=SWIGLU, tilings=tilings, multiprocessors=multiprocessors, interpret=interpret)
+    return mosaic_sm90.quantized_mlp_mosaic(x, *flat, **static)
+
+
+def mlp_weights(forms: tuple[str, ...], outputs: int = 64) -> list:
+    shapes = ((512, 1024), (512, 1024), (outputs, 512))
+    return [random_weight(form, i, *shape) for i, (form, shape) in enumerate(zip(forms, shapes, strict=True))]
+
+
+@pytest.mark.parametrize(
+    "forms, rows",
+    [(("mxfp8",) * 3, 7), pytest.param(("nvfp4", "nvfp4", "mxfp8"), 64, marks=pytest.mark.slow), (("nvfp4",) * 3, 5)],
+    ids=["mxfp8-7", "mixed-64", "nvfp4-5"],
+)
+def test_mlp_interpreted(forms: tuple, rows: int) -> None:
+    """16 units of gate, up and SwiGLU among 5 blocks, written in the order of a second launch that shares tiles too."""
+    weights, x = mlp_weights(forms), random_x(rows, rows, 1024) * jnp.bfloat16(2.0**-6)
+    tokens = -(-rows // 8) * 8
+    tilings = tuple(dataclasses.replace(t, tokens=tokens, stages=2) for t in (PAIR, FEW))
+    assert_mlp(run_mlp(x, weights, tilings), x, *weights)
+
+
+def test_the_same_bits_as_of_whole_tiles_where_no_tile_is_cut() -> None:
+    weights, x = weights_of("mxfp8", (128, 128), 1024), random_x(1, 5, 1024)
+    static = dict(multiprocessors=4, interpret=PLAIN)
+    shared = run(x, weights, tiling=FEW, **static)
+    whole = run(x, weights, tiling=dataclasses.replace(FEW, unit=None), **static)
+    for a, b in zip(shared, whole, strict=True):
+        assert np.array_equal(a, b)
+
+
+def not_added(exchange: Exchange, block, finisher) -> list:
+    return [jnp.zeros_like(part) for part in take(exchange, block, finisher)]
+
+
+def added_twice(exchange: Exchange, block, finisher) -> list:
+    return [part + part for part in take(exchange, block, finisher)]
+
+
+def of_the_wrong_block(exchange: Exchange, block, finisher) -> list:
+    return take(exchange, block + 1, finisher)
+
+
+def gate_for_up(exchange: Exchange, block, finisher) -> list:
+    return take(exchange, block, finisher)[::-1]
+
+
+def signalled_before_it_is_written(exchange: Exchange, block, finisher, parts) -> None:
+    exchange.signal(block, finisher)
+    exchange.write(block, finisher, parts)
+
+
+def not_signalled(exchange: Exchange, block, finisher, parts) -> None:
+    exchange.write(block, finisher, parts)
+
+
+def without_the_last_unit(shares: Shares, block):
+    return ((shares.blocks - 1 - block) * (shares.tiles * shares.units - 1)) // shares.blocks
+
+
+take = Exchange.take
+
+
+@functools.cache
+def nine_units() -> tuple:
+    """Result, x and weight of 3 tiles of 3 units among 4 blocks."""
+    weights, x = [random_weight("mxfp8", 1, 192, 1536, plain=True)], random_x(1, 7, 1536)
+    return *run(x, weights, tiling=FEW, multiprocessors=4, interpret=PLAIN), x, weights[0]
+
+
+@pytest.mark.parametrize(
+    "of, name, mutant",
+    [
+        (Exchange, "take", not_added),
+        (Exchange, "take", added_twice),
+        (Exchange, "take", of_the_wrong_block),
+        (Exchange, "leave", signalled_before_it_is_written),
+        (Exchange, "leave", not_signalled),
+        (Shares, "start", without_the_last_unit),
+    ],
+    ids=lambda v: getattr(v, "__name__", v),
+)
+def test_mutants_are_caught(of: type, name: str, mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_product(*nine_units())
+    monkeypatch.setattr(of, name, mutant)
+    with pytest.raises(AssertionError, match="of the elements are wrong"):
+        assert_product(*nine_units.__wrapped__())
+
+
+@pytest.mark.parametrize("mutant", [not_added, gate_for_up], ids=lambda m: m.__name__)
+def test_mutants_of_the_mlp_are_caught(mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, x = mlp_weights(("mxfp8",) * 3), random_x(2, 8, 1024) * jnp.bfloat16(2.0**-6)
+    monkeypatch.setattr(Exchange, "take", mutant)
+    with pytest.raises(AssertionError, match="too far"):
+        assert_mlp(run_mlp(x, weights, interpret=PLAIN), x, *weights)
+
+
+def abstract(form, out: int, inputs: int) -> list:
+    shape, f8 = jax.ShapeDtypeStruct, jnp.float8_e4m3fn
+    codes = shape((out, form.bytes(inputs)), f8 if form is MXFP8 else jnp.uint8)
+    scale = shape((out, inputs // form.block), jnp.uint8 if form is MXFP8 else f8)
+    return [codes, scale, shape((), jnp.float32)]
+
+
+LAUNCHES = [((8192, 512, 512, 512, 128), 6144), ((6144,), 8192), ((6144,), 12288), ((512,) * 10, 6144)]
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=lambda f: f.name)
+@pytest.mark.parametrize("rows", [8, 64])
+@pytest.mark.parametrize("sizes, inputs", LAUNCHES, ids=["attention", "o", "down", "context"])
+def test_uneven_launches_of_the_model_share_tiles_and_lower_to_cuda(sizes, inputs: int, rows: int, form) -> None:
+    assert tuning.choose_mosaic(form, rows, sizes, inputs).unit
+    parts = [part for size in sizes for part in abstract(form, size, inputs)]
+    run = functools.partial(mosaic_sm90.quantized_matmuls_mosaic, forms=(form,) * len(sizes))
+    traced = jax.jit(run).trace(jax.ShapeDtypeStruct((rows, inputs), jnp.bfloat16), *parts)
+    assert len(re.findall(r"custom_call @mosaic_gpu", traced.lower(lowering_platforms=("cuda",)).as_text())) == 1
+
+
+def test_only_launches_that_leave_multiprocessors_idle_share_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = functools.partial(tuning.choose_mosaic, MXFP8, 8)
+    assert few(8192, 6144).unit is None  # 128 tiles
+    assert few(64 * 132, 6144).unit is None
+    assert few(6144, 3072).unit is None  # 96 short tiles: the exchange costs more
+    assert few(3072, 6144, swiglu=True).unit and few(12288, 6144, swiglu=True).unit
+    assert tuning.choose_mosaic(MXFP8, 65, 6144, 8192).unit is None  # more than a tile of rows
+    monkeypatch.setattr(tuning, "EXCHANGE", float("inf"))
+    assert few(6144, 8192).unit is None
+
+
+def test_units_are_validated() -> None:
+    with pytest.raises(ValueError, match="multiple of step 128 times split 2, got 384"):
+        dataclasses.replace(FEW, unit=384)
+    with pytest.raises(NotImplementedError, match="in units of 512, cannot cut 6400 inputs of mxfp8"):
+        scale_steps(MXFP8, FEW, 6400)
+    assert scale_steps(MXFP8, FEW, 6144) == 4 and scale_steps(NVFP4, FEW, 6144) == 4
+    assert scale_steps(MXFP8, dataclasses.replace(FEW, unit=None), 6144) > 4
+    weight = take_apart(random_weight("mxfp8", 1, 128, 512))
+    with pytest.raises(ValueError, match="where there is one tile of x and no experts"):
+        _quantized_mosaic.multiply(random_x(1, 16, 512), [weight], tiling=FEW, interpret=PLAIN)
+    with pytest.raises(NotImplementedError, match="17 rows are more than the one tile"):
+        tuning.Candidate(warpgroups=1, tokens=16, step=256, unit=512).tiling(17, MXFP8, 6144)
