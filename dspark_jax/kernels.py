@@ -25,15 +25,15 @@ class Kernels:
         take the loops.
       sampling: `filter_floors`, for the filters of sampling, and `markov_draw`, for drafts of a Markov head; have no
         "mosaic" form. "xla": a search without a sort, `dspark_jax.sampling.search_floors`, and `sampling.draft` alone.
-      rotation: `rotate_heads`, between the projections and attention; has no "triton" form. "xla", as long as nobody
-        has measured the kernel: norms, rotation and the writes into the caches as XLA fuses them.
+      rotation: `rotate_heads`, between the projections and attention; has no "triton" form. "xla": norms, rotation and
+        the writes into the caches as XLA fuses them.
     """
 
     linear: Implementation | None = None
     experts: Implementation | None = None
     attention: Implementation | None = None
     sampling: Literal["triton", "xla"] | None = None
-    rotation: Literal["mosaic", "xla"] | None = "xla"
+    rotation: Literal["mosaic", "xla"] | None = None
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
