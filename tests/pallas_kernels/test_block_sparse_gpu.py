@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import assert_close, random_difference
+from attention_cases import assert_close, assert_lost, random_difference, with_nan
 from gpu_marks import TRITON, XLA, needs_gpu
 from sparse_cases import (
     SCORE_TOLERANCE,
@@ -101,6 +101,19 @@ def test_blocks_that_nobody_selected_are_not_read(implementation: str) -> None:
     case = random_case(FRESH, q_start=[700, 90], dtype="bfloat16", **SHAPES["one query"] | dict(top_k=2))
     clean = attend(case, implementation)
     jax.tree.map(np.testing.assert_array_equal, attend(with_untouched(case, np.nan), implementation), clean)
+
+
+@pytest.mark.parametrize("implementation", ALL)
+@pytest.mark.parametrize("rows", [2, 40])  # many splits, and few or none
+def test_a_query_that_is_no_number_is_seen(rows: int, implementation: str) -> None:
+    """In its own row alone; a query that sees no key keeps 0 and -inf, whatever it is."""
+    case = random_case(FRESH, q_start=[700, 31] * (rows // 2), dtype="bfloat16", **SHAPES["the model"])
+    ids = jnp.broadcast_to(jnp.arange(16, dtype=jnp.int32), case.block_ids.shape)
+    case = dataclasses.replace(case, block_ids=ids.at[1].set(-1))
+    seen, also_seen, without_a_key = (0, 1, 5), (0, 7, 63), (1, 2, 3)
+    expected = jax.jit(functools.partial(block_sparse_decode_reference, **case.static))(*case.arrays)
+    case = dataclasses.replace(case, q=with_nan(case.q, [seen, also_seen, without_a_key]))
+    assert_lost(attend(case, implementation), expected, [seen, also_seen], "bfloat16", f"seed {FRESH}")
 
 
 @pytest.mark.parametrize("implementation", ALL)
