@@ -31,7 +31,8 @@ def index_block_scores(
       implementation: None for the best one for this device, or "triton", "xla".
 
     Returns:
-      Scores, -inf where the query sees no key of the block.
+      Scores, -inf where the query sees no key of the block. Where it sees a NaN the score is a NaN, or is that of the
+      other keys: by implementation.
 
     Raises:
       TypeError, ValueError: an argument does not fit.
@@ -74,6 +75,9 @@ def select_blocks(
 
     The query's own block, `positions // block_size`, always comes first and counts among the `top_k`; blocks behind it
     are not visible, nor is anything to a query at position -1. The lower block wins a tie.
+
+    A score of +inf is a block that has to be kept: such blocks come next after the query's own, and where there are
+    more than places the lower ones are kept. A NaN counts as -inf: the block is not selected and takes no place.
 
     Args:
       scores: see `index_block_scores`.

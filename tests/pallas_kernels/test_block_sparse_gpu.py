@@ -21,6 +21,7 @@ from sparse_cases import (
     index_inputs,
     random_case,
     scores_differ,
+    scores_of_all_kinds,
     scores_oracle,
     selection_oracle,
     with_untouched,
@@ -191,6 +192,17 @@ def test_selection(ties: bool, blocks: int, top_k: int, implementation: str) -> 
     program = jax.jit(functools.partial(select_blocks, block_size=8, top_k=top_k, implementation=implementation))
     actual = program(jnp.asarray(scores), jnp.asarray(positions))
     np.testing.assert_array_equal(actual, selection_oracle(scores, positions, block_size=8, top_k=top_k))
+
+
+@pytest.mark.parametrize("implementation", ALL)
+@pytest.mark.parametrize("blocks, top_k", [(8192, 16), (256, 16), (13, 4), (3, 5), (1, 1)])
+def test_selection_by_scores_of_all_kinds(blocks: int, top_k: int, implementation: str) -> None:
+    scores = scores_of_all_kinds(FRESH, blocks)
+    positions = np.random.default_rng(FRESH).integers(-1, blocks * 8 + 4, (2, 8)).astype(np.int32)
+    program = jax.jit(functools.partial(select_blocks, block_size=8, top_k=top_k, implementation=implementation))
+    actual = program(jnp.asarray(scores), jnp.asarray(positions))
+    expected = selection_oracle(scores, positions, block_size=8, top_k=top_k)
+    np.testing.assert_array_equal(actual, expected, f"seed {FRESH}")
 
 
 @pytest.mark.parametrize("implementation", ALL)
