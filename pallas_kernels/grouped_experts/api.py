@@ -94,6 +94,7 @@ def grouped_experts(
 
 
 def check_rows(x: Any, experts: Any, weights: Any) -> None:
+    _arguments.check_arrays(x=x, experts=experts, weights=weights)
     if x.ndim != 2 or 0 in x.shape:
         raise ValueError(f"x must have shape [N, H] without an empty axis, got {x.shape}.")
     if str(x.dtype) not in _arguments.FLOAT_DTYPES:

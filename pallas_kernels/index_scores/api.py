@@ -41,6 +41,7 @@ def index_block_scores(
 
     Source: the indexer of MiniMax-M3 (`sparse_score_type` "max" of its config.json).
     """
+    _arguments.check_arrays(q=q, k=k, positions=positions)
     _arguments.check_queries(q)
     if k.ndim != 3 or k.shape[0] != q.shape[0] or k.shape[2] != q.shape[3] or k.shape[1] == 0:
         raise ValueError(f"k must be [B, S, I] = [{q.shape[0]}, S >= 1, {q.shape[3]}] for q {q.shape}, got {k.shape}.")
@@ -60,7 +61,7 @@ def index_block_scores(
         return lambda *args: (xla.index_block_scores_xla(*args, block_size=block_size), positions)
 
     run = _dispatch.choose("index_block_scores", implementation, {"triton": triton_form, "xla": xla_form})
-    return run(q, k, positions)[0]
+    return run(*map(jnp.asarray, (q, k, positions)))[0]
 
 
 def select_blocks(
@@ -90,6 +91,7 @@ def select_blocks(
       TypeError, ValueError: an argument does not fit.
       NotImplementedError: the named implementation cannot serve this call; the message says why.
     """
+    _arguments.check_arrays(scores=scores, positions=positions)
     if scores.ndim != 4 or 0 in scores.shape or scores.dtype != jnp.float32:
         raise ValueError(
             f"scores must be float32 [B, K, N, blocks] with no empty axis, got {scores.dtype} {scores.shape}."
@@ -109,7 +111,7 @@ def select_blocks(
         return lambda scores, positions: (select(scores, positions), positions)
 
     run = _dispatch.choose("select_blocks", implementation, {"triton": triton_form, "xla": xla_form})
-    return run(scores, positions)[0]
+    return run(jnp.asarray(scores), jnp.asarray(positions))[0]
 
 
 def _check_positions(positions: Any, expected: tuple[int, ...]) -> None:

@@ -165,10 +165,8 @@ def assert_lost(actual: Pair, expected: Pair, places: list[tuple[int, int, int]]
     lost[tuple(np.transpose(places))] = True
     np.testing.assert_array_equal(np.isnan(actual[1]), lost, f"{what} lse")
     np.testing.assert_array_equal(np.isnan(actual[0]), np.broadcast_to(lost[..., None], actual[0].shape), f"{what} out")
-    rest = tuple(
-        jnp.where(mask, e.astype(a.dtype), a)
-        for mask, a, e in zip((lost[..., None], lost), actual, expected, strict=True)
-    )
+    out, lse = (e.astype(a.dtype) for a, e in zip(actual, expected, strict=True))
+    rest = jnp.where(lost[..., None], out, actual[0]), jnp.where(lost, lse, actual[1])
     assert_close(rest, expected, dtype, what)
 
 
