@@ -31,7 +31,8 @@ def grouped_experts(
     e = experts[n, j]; swiglu(g, u) = g · sigmoid(alpha · g) · (u + 1) with g = min(g, limit), u = clip(u, ±limit) (the
     SwiGLU of gpt-oss; the gate has no lower clamp). Everything between the matrices' inputs and the result is float32,
     but the inner activation and each expert's output, which are rounded to x's dtype. An expert that no row chose is
-    not read. Routing lists are made on the device, in static shapes: nothing waits for the host.
+    not read. Routing lists are made on the device, in static shapes: nothing waits for the host. Inside `shard_map` a
+    device may hold some of the experts: take the number of its first one from `experts`, and sum what devices return.
 
     Args:
       x: rows, bfloat16, float16 or float32.

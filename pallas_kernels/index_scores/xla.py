@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels._varying import varying_like
+
 KEYS_PER_STEP = 1024
 
 
@@ -30,9 +32,8 @@ def index_block_scores_xla(
         return lax.dynamic_update_slice_in_dim(blocks, scores_of(start), start // block_size, axis=-1)
 
     seen = jnp.minimum(jnp.max(positions) // chunk + 1, -(-slots // chunk))
-    return lax.fori_loop(
-        0, seen, step, jnp.full_like(q, -jnp.inf, jnp.float32, shape=(*q.shape[:3], slots // block_size))
-    )
+    nothing = jnp.full((*q.shape[:3], slots // block_size), -jnp.inf, jnp.float32)
+    return lax.fori_loop(0, seen, step, varying_like(nothing, q, k, positions))
 
 
 def select_blocks_xla(scores: jax.Array, positions: jax.Array, *, block_size: int, top_k: int) -> jax.Array:

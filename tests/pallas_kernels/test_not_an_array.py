@@ -1,4 +1,4 @@
-"""A list, a number or nothing, in the place of an array is said in words by every public function, whichever argument it is."""
+"""A list, a number or nothing in place of an array is said in words by every public function, whatever the argument."""
 
 import dataclasses
 import functools
