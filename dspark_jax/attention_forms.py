@@ -39,8 +39,10 @@ def choose(kernels: Kernels, work: Work, tokens: int, *arrays: Array) -> tuple[F
     """Forms to try in turn for a call of `tokens` tokens a row on `arrays`; see `Kernels.attention`.
 
     The device is that of the arrays, and under `jax.jit` the default one. Without a GPU the loops are the best choice
-    even for a step: gathering the selected keys took 1.2 to 1.4 of their time on a CPU. Raises NotImplementedError where
-    a form is named that has no such work.
+    even for a step: gathering the selected keys took 1.2 to 1.4 of their time on a CPU.
+
+    Raises:
+      NotImplementedError: the form that is named does not do such work.
     """
     if kernels.attention == "mosaic" and work != "dense":
         raise NotImplementedError(
