@@ -59,7 +59,8 @@ one that wraps. What must hold:
     - table entries past a row's pages hold any valid page id;
     - every slot of a page that holds a visible key is finite: let caches start as zeros. Other pages are not looked at.
 
-The log-sum-exp is the natural one of the scaled scores, in float32; -inf (and out 0) where a query sees no key.
+The log-sum-exp is the natural one of the scaled scores, in float32; -inf (and out 0) where a query sees no key. A query
+with a NaN that sees a key has NaN for both, and changes no other query's.
 "mosaic" is fastest when the page table has a multiple of 4 entries a row and a group has 8, 16, 32 or 64 query heads
 (others are padded to the next).
 """

@@ -1,5 +1,6 @@
 """The choice of kernels reaches every module that has one, and each field governs the work it names."""
 
+import dataclasses
 import functools
 
 import generation_cases as cases
@@ -75,6 +76,18 @@ def test_a_named_kernel_is_asked_for(field: str, name: str, function: str) -> No
             run(ds.Kernels(**{field: name}))
         run(ds.Kernels(**{field: "xla"}))
         run(ds.Kernels())
+
+
+@pytest.mark.parametrize("rotation", ["xla", None])
+def test_a_block_sparse_layer_has_no_mosaic_form(rotation) -> None:
+    """Said as of any kernel that cannot serve, wherever the program will run."""
+    config = dataclasses.replace(CONFIG, sparse_layers=(True,) * CONFIG.num_layers)
+    kernels = ds.Kernels(attention="mosaic", rotation=rotation)
+    with cases.unchecked():
+        model = nnx.eval_shape(lambda: ds.MiniMaxTarget(config, kernels=kernels))
+        tokens = jax.ShapeDtypeStruct((1, 4), jnp.int32)
+        with pytest.raises(NotImplementedError, match="layer of the target is block-sparse: name 'triton', or None"):
+            jax.eval_shape(lambda model, t: model(t, t, model.make_cache(1, 64)).logits, model, tokens)
 
 
 def test_a_mesh_of_several_devices_takes_no_kernels() -> None:

@@ -31,7 +31,8 @@ def grouped_experts(
     e = experts[n, j]; swiglu(g, u) = g · sigmoid(alpha · g) · (u + 1) with g = min(g, limit), u = clip(u, ±limit) (the
     SwiGLU of gpt-oss; the gate has no lower clamp). Everything between the matrices' inputs and the result is float32,
     but the inner activation and each expert's output, which are rounded to x's dtype. An expert that no row chose is
-    not read. Routing lists are made on the device, in static shapes: nothing waits for the host.
+    not read. Routing lists are made on the device, in static shapes: nothing waits for the host. Inside `shard_map` a
+    device may hold some of the experts: take the number of its first one from `experts`, and sum what devices return.
 
     Args:
       x: rows, bfloat16, float16 or float32.
@@ -94,6 +95,7 @@ def grouped_experts(
 
 
 def check_rows(x: Any, experts: Any, weights: Any) -> None:
+    _arguments.check_arrays(x=x, experts=experts, weights=weights)
     if x.ndim != 2 or 0 in x.shape:
         raise ValueError(f"x must have shape [N, H] without an empty axis, got {x.shape}.")
     if str(x.dtype) not in _arguments.FLOAT_DTYPES:
