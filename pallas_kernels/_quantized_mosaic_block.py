@@ -26,6 +26,7 @@ class Problem:
     sizes: tuple[int, ...]  # outputs of each weight
     blocks: int
     rows: int
+    spare: int  # rows of zeros behind the result
     steps_a_scale: int
     swiglu: Swiglu | None
     order: Format | None
@@ -83,7 +84,7 @@ class Block:
         self.exchange = self.shares = None
         if tiling.unit:
             self.shares = Shares(self.tiles, self.units, self.grid)
-            self.exchange = Exchange(refs, problem.finishers(tiling), interpret)
+            self.exchange = Exchange(refs, tiling.tokens, problem.finishers(tiling), interpret)
             self.items = self.shares.pieces(self.block)
             self.copies = self.shares.start(self.block - 1) - self.shares.start(self.block)
         else:
@@ -341,6 +342,12 @@ class Block:
         if slabs > 1:
             start = divide(number, slabs) * (slabs * gpu.ROWS) + modulo(number, slabs) * (8 // slabs)
         tokens = gpu.ds(block * self.t.tokens, rows)
+        if p.spare:
+            zeros = self.g["out"].at[gpu.ds(p.rows, p.spare), gpu.ds(number * gpu.ROWS, gpu.ROWS)]
+            if self.interpret is None:
+                fragments.store_zeros(zeros, stride=p.outputs)
+            else:
+                zeros[...] = jnp.zeros(zeros.shape, jnp.bfloat16)
         if self.interpret is None:
             out = self.g["out"].at[tokens, gpu.ds(start, gpu.ROWS)]
             fragments.store_transposed(out, values, stride=p.outputs, order=p.order)
