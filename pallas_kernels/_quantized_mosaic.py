@@ -9,8 +9,8 @@ others compute, `split` of them sharing a tile by every split-th step along K. x
     grouped   `multiply(x, [weight [E, ...]], experts=int32 [1 + tiles])`: the rows of x gathered so that those of a
               tile, `tokens` of them, belong to one expert; experts[0] is how many tiles are used, then comes the expert
               of each
-    SwiGLU    `multiply(x, [gate, up], swiglu=Swiglu(...))`: two warpgroups of a tile make gate and up, one of them the
-              product; with or without experts
+    SwiGLU    `multiply(x, [gate, up], swiglu=Swiglu(...))`: of a pair of warpgroups each makes gate or up, one of them
+              the product; with or without experts
 
 With a `unit` in the tiling and one tile of x, blocks share the tiles evenly, also where that cuts a tile.
 With `order` the next kernel's x comes out in the order in which that kernel reads it.
@@ -121,7 +121,7 @@ def multiply(
             parts_ready=gpu.Barrier(num_arrivals=helpers),
             parts_free=gpu.Barrier(num_arrivals=p.finishers(t)),
         )
-    static = dict(
+    static: dict[str, Any] = dict(
         name=name, out_type=list(outputs.values()), grid={"block": p.grid(t)}, scratch=scratch,
         warpgroups=t.warpgroups * t.split + 1, interpret=interpret,
     )  # fmt: skip

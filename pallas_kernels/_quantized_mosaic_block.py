@@ -47,7 +47,7 @@ class Problem:
 
     def finishers(self, tiling: Tiling) -> int:
         """Warpgroups that write a tile; the others help them."""
-        return 1 if self.swiglu else tiling.warpgroups
+        return tiling.warpgroups // 2 if self.swiglu else tiling.warpgroups
 
     def helpers(self, tiling: Tiling) -> int:
         return tiling.warpgroups * tiling.split - self.finishers(tiling)
@@ -146,10 +146,8 @@ class Block:
 
         def sources(name: str) -> list[Any]:
             """What each computing warpgroup reads of `codes` or `scale`: 64 rows."""
-            if p.swiglu:
-                return [g[f"{name}{i}"].at[gpu.ds(start, gpu.ROWS)] for i in weights]
-            (i,) = weights
-            return [g[f"{name}{i}"].at[gpu.ds(start + m * gpu.ROWS, gpu.ROWS)] for m in range(t.warpgroups)]
+            rows = [gpu.ds(start + m * gpu.ROWS, gpu.ROWS) for m in range(p.finishers(t))]
+            return [g[f"{name}{i}"].at[part] for i in weights for part in rows]
 
         codes, scales = sources("codes"), sources("scale")
 
@@ -208,10 +206,8 @@ class Block:
             @gpu.when(self.warpgroup < finishers)
             def _finish() -> None:
                 gpu.barrier_wait(s["parts_ready"])
-                if self.p.swiglu:
-                    helped = [self.get_part(i) for i in range(self.computing - 1)]
-                else:
-                    helped = [self.get_part(i * t.warpgroups + self.warpgroup) for i in range(t.split - 1)]
+                others = range(0, self.computing - finishers, finishers)
+                helped = [self.get_part(first + self.warpgroup) for first in others]
                 gpu.barrier_arrive(s["parts_free"])
                 self.finish(piece, [part, *helped])
 

@@ -75,7 +75,7 @@ class Exchange:
 
     def __init__(self, refs: dict[str, Any], tokens: int, finishers: int, interpret: Any):
         self.left, self.finishers, self.interpret = refs["left"], finishers, interpret
-        self.seen, self.given = refs.get("seen"), refs.get("given", self.left)
+        self.seen, self.given = refs.get("seen", self.left), refs.get("given", self.left)
         self.a_finisher = self.left.shape[1] // finishers  # parts of it
         self.x, self.tokens = refs["x"], tokens
 

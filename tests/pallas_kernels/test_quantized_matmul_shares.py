@@ -101,16 +101,24 @@ def mlp_weights(forms: tuple[str, ...], outputs: int = 64) -> list:
     return [random_weight(form, i, *shape) for i, (form, shape) in enumerate(zip(forms, shapes, strict=True))]
 
 
+WIDE_PAIR = dataclasses.replace(PAIR, warpgroups=4, split=1)  # two of gate, two of up
+
+
 @pytest.mark.parametrize(
-    "forms, rows",
-    [(("mxfp8",) * 3, 7), pytest.param(("nvfp4", "nvfp4", "mxfp8"), 64, marks=pytest.mark.slow), (("nvfp4",) * 3, 5)],
-    ids=["mxfp8-7", "mixed-64", "nvfp4-5"],
+    "forms, rows, first",
+    [
+        (("mxfp8",) * 3, 7, PAIR),
+        pytest.param(("nvfp4", "nvfp4", "mxfp8"), 64, PAIR, marks=pytest.mark.slow),
+        (("mxfp8", "mxfp8", "nvfp4"), 5, WIDE_PAIR),
+        (("nvfp4",) * 3, 5, dataclasses.replace(WIDE_PAIR, unit=None)),
+    ],
+    ids=["mxfp8-7", "mixed-64", "wide", "wide-whole"],
 )
-def test_mlp_interpreted(forms: tuple, rows: int) -> None:
-    """16 units of gate, up and SwiGLU among 5 blocks, written in the order of a second launch that shares tiles too."""
+def test_mlp_interpreted(forms: tuple, rows: int, first: Tiling) -> None:
+    """Gate, up and SwiGLU in 16 units among 5 blocks, written in the order of a second launch that shares tiles too."""
     weights, x = mlp_weights(forms), random_x(rows, rows, 1024) * jnp.bfloat16(2.0**-6)
     tokens = -(-rows // 8) * 8
-    tilings = tuple(dataclasses.replace(t, tokens=tokens, stages=2) for t in (PAIR, FEW))
+    tilings = tuple(dataclasses.replace(t, tokens=tokens, stages=2) for t in (first, FEW))
     assert_mlp(run_mlp(x, weights, tilings), x, *weights)
 
 
