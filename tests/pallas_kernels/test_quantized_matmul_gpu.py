@@ -100,22 +100,25 @@ ATTENTION, CONTEXT = (8192, 512, 512, 512, 128), (512,) * 10
 @needs_sm90
 @pytest.mark.parametrize("rows", [3, 8, 64, 512])
 @pytest.mark.parametrize("sizes", [ATTENTION, CONTEXT], ids=["attention", "context"])
-def test_the_weights_of_the_model_together_and_alone(sizes: tuple, rows: int) -> None:
-    """Bit for bit, in the same tiles, and right; a boundary at the wrong place would show."""
-    from pallas_kernels.quantized_matmul.mosaic_sm90 import quantized_matmul_mosaic
+def test_the_weights_of_the_model_together_and_alone(sizes: tuple, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit, in the same whole tiles, and right, with shared tiles too; a wrong boundary would show."""
+    from pallas_kernels.quantized_matmul.mosaic_sm90 import quantized_matmul_mosaic, quantized_matmuls_mosaic
 
     weights, x = several("mxfp8", rows, sizes, 6144), random_x(rows, rows, 6144)
     poison(rows, sum(sizes))
     outs = compiled_several("mosaic")(x, weights)
-    form = _quantized.FORMATS["mxfp8"]
-    alone = jax.jit(
-        functools.partial(quantized_matmul_mosaic, form=form, tiling=tuning.choose_mosaic(form, rows, sizes, 6144))
-    )
-    for out, weight in zip(outs, weights, strict=True):
-        parts = _quantized.take_apart(weight)
-        assert np.array_equal(out, alone(x, parts.codes, parts.scale, parts.global_scale))
-    assert_product(outs[1], x, weights[1])
-    assert_product(outs[-1], x, weights[-1])
+    form, taken = _quantized.FORMATS["mxfp8"], [_quantized.take_apart(weight) for weight in weights]
+    parts = [(each.codes, each.scale, each.global_scale) for each in taken]
+    monkeypatch.setattr(tuning, "EXCHANGE", float("inf"))
+    tiling = tuning.choose_mosaic(form, rows, sizes, 6144)
+    alone = jax.jit(functools.partial(quantized_matmul_mosaic, form=form, tiling=tiling))
+    together = jax.jit(functools.partial(quantized_matmuls_mosaic, forms=(form,) * len(sizes), tiling=tiling))
+    whole = np.split(np.asarray(together(x, *itertools.chain(*parts))), np.cumsum(sizes)[:-1], axis=1)
+    for out, part in zip(whole, parts, strict=True):
+        assert np.array_equal(out, alone(x, *part))
+    for each in (outs, whole):
+        assert_product(each[1], x, weights[1])
+        assert_product(each[-1], x, weights[-1])
     with pytest.raises(AssertionError, match="of the elements are wrong"):
         assert_product(outs[1], x, weights[2])
 
