@@ -290,6 +290,28 @@ def wait_for(semaphore: Any, count: int) -> None:
     plgpu.semaphore_wait(semaphore, count, decrement=False, memory_scope="gpu")
 
 
+def signal_counter(counter: Any) -> None:
+    """Adds 1 to 4 bytes of global memory: what this warpgroup has written is seen by who waits for that."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def add(_: Any, counter: Any) -> None:
+        mosaic_utils.warpgroup_barrier()
+        mosaic_utils.SemaphoreRef(mosaic_utils.memref_ptr(counter)).signal(1, memory_scope="gpu")
+
+    add(counter)
+
+
+def wait_for_counter(counter: Any, count: int) -> None:
+    """Until 4 bytes of global memory, zero when the launch began, are at least `count`."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def wait(_: Any, counter: Any) -> None:
+        reference = mosaic_utils.SemaphoreRef(mosaic_utils.memref_ptr(counter))
+        reference.wait(count, decrement=False, memory_scope="gpu")
+
+    wait(counter)
+
+
 def wait_until_read() -> None:
     """Shared memory may be reused; the copies to global memory end before the launch does."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -198,6 +198,21 @@ def store_transposed(ref: Any, values: Any, *, stride: int, order: Format | None
     store(ref, values)
 
 
+def store_zeros(ref: Any, *, stride: int) -> None:
+    """Zeros to global bfloat16 [rows, 64], rows, a multiple of 4, `stride` apart."""
+    rows = ref.shape[0]
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=None)
+    def store(ctx: Any, ref: Any) -> None:
+        base, thread = utils.memref_ptr(ref), _thread()
+        space = utils.get_memref_llvm_address_space(ir.MemRefType(ref.type)) or 0
+        start = _add(_multiply(arith.andi(thread, _i32(31)), 4), _multiply(arith.shrui(thread, _i32(5)), 2 * stride))
+        for row in range(0, rows, 4):  # one for each warp
+            llvm.store(_i32(0), _address(base, _add(start, _i32(2 * stride * row)), space), alignment=4)
+
+    store(ref)
+
+
 def _place(order: Format, row: Any) -> Any:
     """Where `reorder` puts row 16 w + r, r < 8, of a slab.
 

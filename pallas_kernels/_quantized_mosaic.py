@@ -9,8 +9,8 @@ others compute, `split` of them sharing a tile by every split-th step along K. x
     grouped   `multiply(x, [weight [E, ...]], experts=int32 [1 + tiles])`: the rows of x gathered so that those of a
               tile, `tokens` of them, belong to one expert; experts[0] is how many tiles are used, then comes the expert
               of each
-    SwiGLU    `multiply(x, [gate, up], swiglu=Swiglu(...))`: two warpgroups of a tile make gate and up, one of them the
-              product; with or without experts
+    SwiGLU    `multiply(x, [gate, up], swiglu=Swiglu(...))`: of a pair of warpgroups each makes gate or up, one of them
+              the product; with or without experts
 
 With a `unit` in the tiling and one tile of x, blocks share the tiles evenly, also where that cuts a tile.
 With `order` the next kernel's x comes out in the order in which that kernel reads it.
@@ -27,9 +27,9 @@ from pallas_kernels._mosaic_fragments import reorder
 from pallas_kernels._quantized import MXFP8, Format, Operands
 from pallas_kernels._quantized_mosaic_block import Block, Problem
 from pallas_kernels._quantized_mosaic_cut import part_shape
-from pallas_kernels._quantized_mosaic_tiling import Swiglu, Tiling, plan, scale_steps, shared_memory_bytes
+from pallas_kernels._quantized_mosaic_tiling import Swiglu, Tiling, plan, scale_steps, shared_memory_bytes, spare_rows
 
-__all__ = ["Swiglu", "Tiling", "multiply", "plan", "reorder", "scale_steps", "shared_memory_bytes"]
+__all__ = ["Swiglu", "Tiling", "multiply", "plan", "reorder", "scale_steps", "shared_memory_bytes", "spare_rows"]
 
 
 def multiply(
@@ -41,6 +41,7 @@ def multiply(
     experts: jax.Array | None = None,
     swiglu: Swiglu | None = None,
     order: Format | None = None,
+    spare: int = 0,
     multiprocessors: int = 132,
     name: str = "quantized_matmul",
     interpret: Any = None,
@@ -48,14 +49,15 @@ def multiply(
     """-> bfloat16 [rows, out]; see the module's docstring.
 
     Args:
-      x: bfloat16 [blocks * tokens, in], in the order of `reorder`.
+      x: bfloat16 [blocks * tokens + spare_rows, in], in the order of `reorder`; the spare rows are zero.
       weights: gate and up if there is a `swiglu`, else any number without and one with `experts`, of one format and
         input size; codes [out, ...], or [E, out, ...] with `experts`.
       rows: rows of the result if x has only one tile; those after are not written. None: all of x.
       experts: int32 [1 + blocks]: how many tiles are used and the expert of each. Rows of unused tiles are not written.
+      spare: rows of zeros to write behind the result.
       order: format of the weight that reads the result: its columns are in the order of `reorder(order, result)`.
     """
-    padded, inputs = x.shape
+    padded, inputs = x.shape[0] - spare_rows(tiling, x.shape[1], multiprocessors), x.shape[1]
     first, sizes = weights[0], tuple(weight.out_size for weight in weights)
     for size in sizes:
         plan(first.format, tiling, inputs, size, swiglu is not None)
@@ -73,12 +75,11 @@ def multiply(
     problem = Problem(
         form=first.format, divides=tuple(weight.format.divides for weight in weights), inputs=inputs, sizes=sizes,
         blocks=padded // tiling.tokens, rows=rows, steps_a_scale=scale_steps(first.format, tiling, inputs),
-        swiglu=swiglu, order=order, grouped=experts is not None, multiprocessors=multiprocessors,
+        swiglu=swiglu, order=order, spare=spare, grouped=experts is not None, multiprocessors=multiprocessors,
     )  # fmt: skip
     if order is not None and problem.outputs % (gpu.ROWS * order.per_byte):
         raise ValueError(f"{problem.outputs} outputs are not in whole slabs of {order.name}.")
-    operands = [x]
-    names = ["x"]
+    operands, names = ([], []) if tiling.unit else ([x], ["x"])
     for i, weight in enumerate(weights):
         flat = [a.reshape(-1, a.shape[-1]) for a in (weight.codes, weight.scale)]
         operands += flat
@@ -91,14 +92,16 @@ def multiply(
         names.append("experts")
 
     p, t = problem, tiling
-    outputs = dict(out=jax.ShapeDtypeStruct((rows, p.outputs), jnp.bfloat16))
+    if t.unit:
+        names.append("x")  # not with the others: its spare rows are written
+    outputs = dict(out=jax.ShapeDtypeStruct((rows + spare, p.outputs), jnp.bfloat16))
     if t.unit:
         left = jax.ShapeDtypeStruct((p.grid(t), t.warpgroups, *part_shape(t.tokens)), jnp.float32)
         outputs |= dict(left=left)
         if interpret is not None:  # two launches; `Exchange` says why
             outputs |= dict(seen=left)
             operands.append(jnp.full(left.shape, jnp.nan, left.dtype))
-            names.append("given")
+            names.insert(-1, "given")
 
     def body(*refs: Any, **shared: Any) -> None:
         Block(problem, tiling, interpret, dict(zip([*names, *outputs], refs, strict=True)), shared).run()
@@ -118,16 +121,14 @@ def multiply(
             parts_ready=gpu.Barrier(num_arrivals=helpers),
             parts_free=gpu.Barrier(num_arrivals=p.finishers(t)),
         )
-    launch = gpu.kernel(
-        body,
-        name=name,
-        out_type=list(outputs.values()),
-        grid={"block": p.grid(t)},
-        scratch=scratch,
-        warpgroups=t.warpgroups * t.split + 1,
-        interpret=interpret,
-    )
-    out, *exchanged = launch(*operands)
-    if t.unit and interpret is not None:
-        out, *_ = launch(*operands[:-1], exchanged[-1])
+    static: dict[str, Any] = dict(
+        name=name, out_type=list(outputs.values()), grid={"block": p.grid(t)}, scratch=scratch,
+        warpgroups=t.warpgroups * t.split + 1, interpret=interpret,
+    )  # fmt: skip
+    if not t.unit:
+        return gpu.kernel(body, **static)(*operands)[0]
+    launch = gpu.kernel_into(body, [x], **static)
+    (out, *exchanged), _ = launch(*operands)
+    if interpret is not None:
+        (out, *_), _ = launch(*operands[:-1], exchanged[-1])
     return out

@@ -26,6 +26,7 @@ class Problem:
     sizes: tuple[int, ...]  # outputs of each weight
     blocks: int
     rows: int
+    spare: int  # rows of zeros behind the result
     steps_a_scale: int
     swiglu: Swiglu | None
     order: Format | None
@@ -46,7 +47,7 @@ class Problem:
 
     def finishers(self, tiling: Tiling) -> int:
         """Warpgroups that write a tile; the others help them."""
-        return 1 if self.swiglu else tiling.warpgroups
+        return tiling.warpgroups // 2 if self.swiglu else tiling.warpgroups
 
     def helpers(self, tiling: Tiling) -> int:
         return tiling.warpgroups * tiling.split - self.finishers(tiling)
@@ -83,7 +84,7 @@ class Block:
         self.exchange = self.shares = None
         if tiling.unit:
             self.shares = Shares(self.tiles, self.units, self.grid)
-            self.exchange = Exchange(refs, problem.finishers(tiling), interpret)
+            self.exchange = Exchange(refs, tiling.tokens, problem.finishers(tiling), interpret)
             self.items = self.shares.pieces(self.block)
             self.copies = self.shares.start(self.block - 1) - self.shares.start(self.block)
         else:
@@ -145,10 +146,8 @@ class Block:
 
         def sources(name: str) -> list[Any]:
             """What each computing warpgroup reads of `codes` or `scale`: 64 rows."""
-            if p.swiglu:
-                return [g[f"{name}{i}"].at[gpu.ds(start, gpu.ROWS)] for i in weights]
-            (i,) = weights
-            return [g[f"{name}{i}"].at[gpu.ds(start + m * gpu.ROWS, gpu.ROWS)] for m in range(t.warpgroups)]
+            rows = [gpu.ds(start + m * gpu.ROWS, gpu.ROWS) for m in range(p.finishers(t))]
+            return [g[f"{name}{i}"].at[part] for i in weights for part in rows]
 
         codes, scales = sources("codes"), sources("scale")
 
@@ -207,10 +206,8 @@ class Block:
             @gpu.when(self.warpgroup < finishers)
             def _finish() -> None:
                 gpu.barrier_wait(s["parts_ready"])
-                if self.p.swiglu:
-                    helped = [self.get_part(i) for i in range(self.computing - 1)]
-                else:
-                    helped = [self.get_part(i * t.warpgroups + self.warpgroup) for i in range(t.split - 1)]
+                others = range(0, self.computing - finishers, finishers)
+                helped = [self.get_part(first + self.warpgroup) for first in others]
                 gpu.barrier_arrive(s["parts_free"])
                 self.finish(piece, [part, *helped])
 
@@ -341,6 +338,12 @@ class Block:
         if slabs > 1:
             start = divide(number, slabs) * (slabs * gpu.ROWS) + modulo(number, slabs) * (8 // slabs)
         tokens = gpu.ds(block * self.t.tokens, rows)
+        if p.spare:
+            zeros = self.g["out"].at[gpu.ds(p.rows, p.spare), gpu.ds(number * gpu.ROWS, gpu.ROWS)]
+            if self.interpret is None:
+                fragments.store_zeros(zeros, stride=p.outputs)
+            else:
+                zeros[...] = jnp.zeros(zeros.shape, jnp.bfloat16)
         if self.interpret is None:
             out = self.g["out"].at[tokens, gpu.ds(start, gpu.ROWS)]
             fragments.store_transposed(out, values, stride=p.outputs, order=p.order)

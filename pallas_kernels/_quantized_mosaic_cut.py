@@ -67,16 +67,17 @@ class Shares:
 class Exchange:
     """Parts of tiles in global memory, `left` [blocks, parts of a block, *part_shape], never initialised.
 
-    The interpreter has no semaphores and runs one block after the other. There a signal copies to `seen` what the block
-    has written until then, no more can be read, and that only as `given` to a second launch.
+    Counters of 4 bytes, one for each finisher of each block, are the zeros behind the rows of x [tokens + `spare_rows`,
+    in]. (Semaphores of Pallas would be zeroed by XLA, in a loop by a copy for each launch.)
+    The interpreter has none and runs one block after the other. There a signal copies to `seen` what the block has
+    written until then, no more can be read, and that only as `given` to a second launch.
     """
 
-    def __init__(self, refs: dict[str, Any], finishers: int, interpret: Any):
+    def __init__(self, refs: dict[str, Any], tokens: int, finishers: int, interpret: Any):
         self.left, self.finishers, self.interpret = refs["left"], finishers, interpret
-        self.seen, self.given = refs.get("seen"), refs.get("given", self.left)
+        self.seen, self.given = refs.get("seen", self.left), refs.get("given", self.left)
         self.a_finisher = self.left.shape[1] // finishers  # parts of it
-        if interpret is None:
-            self.arrived = gpu.global_semaphores(self.left.shape[0] * finishers)
+        self.x, self.tokens = refs["x"], tokens
 
     def leave(self, block: Any, finisher: Any, parts: list[jax.Array]) -> None:
         self.write(block, finisher, parts)
@@ -85,7 +86,7 @@ class Exchange:
     def take(self, block: Any, finisher: Any) -> list[jax.Array]:
         """What the same warpgroup of another block has left."""
         if self.interpret is None:
-            gpu.wait_for(self.arrived.at[block * self.finishers + finisher], 1)
+            gpu.wait_for_counter(self.counter(block, finisher), 1)
         return [gpu.load_pieces(self.given.at[block, place], self.interpret) for place in self.places(finisher)]
 
     def write(self, block: Any, finisher: Any, parts: list[jax.Array]) -> None:
@@ -94,10 +95,15 @@ class Exchange:
 
     def signal(self, block: Any, finisher: Any) -> None:
         if self.interpret is None:
-            gpu.signal(self.arrived.at[block * self.finishers + finisher])
+            gpu.signal_counter(self.counter(block, finisher))
             return
         for place in self.places(finisher):
             self.seen.at[block, place][...] = self.left.at[block, place][...]
+
+    def counter(self, block: Any, finisher: Any) -> Any:
+        place = 2 * (block * self.finishers + finisher)  # in bfloat16
+        inputs = self.x.shape[1]
+        return self.x.at[self.tokens + divide(place, inputs), gpu.ds(modulo(place, inputs), 2)]
 
     def places(self, finisher: Any) -> list[Any]:
         return [finisher * self.a_finisher + i for i in range(self.a_finisher)]

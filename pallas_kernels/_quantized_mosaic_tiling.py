@@ -22,7 +22,7 @@ class Tiling:
       tokens: rows of x in a tile, a multiple of 8.
       step: inputs of one pipeline step.
       stages: pipeline steps held in shared memory, a multiple of `split`.
-      warpgroups: computing warpgroups side by side, 64 output features each (2 with SwiGLU: gate and up).
+      warpgroups: computing warpgroups side by side, 64 output features each (with SwiGLU half of them gate, half up).
       split: computing warpgroups that share the inputs of a tile.
       scale_stages: copies of scales held in shared memory; one copy serves several steps.
       group: tiles of x that are worked through together before the next ones; 1 keeps x, many keep W in the cache.
@@ -135,16 +135,24 @@ def shared_memory_bytes(form: Format, tiling: Tiling, inputs: int, swiglu: bool 
     rows = t.warpgroups * gpu.ROWS
     stage = 2 * t.tokens * t.step + rows * form.bytes(t.step)
     scales = t.scale_stages * rows * scale_steps(form, t, inputs) * t.step // form.block
-    helpers = t.warpgroups * t.split - (1 if swiglu else t.warpgroups)
+    helpers = t.warpgroups * t.split - t.warpgroups // (2 if swiglu else 1)
     return t.stages * stage + scales + 4 * helpers * gpu.ROWS * t.tokens
+
+
+def spare_rows(tiling: Tiling, inputs: int, multiprocessors: int) -> int:
+    """Rows of zeros that have to be behind x for the counters of blocks that share tiles: 4 bytes for each finisher.
+
+    The copy engine takes arrays in eights of rows.
+    """
+    return -(-2 * multiprocessors * tiling.warpgroups // (8 * inputs)) * 8 if tiling.unit else 0
 
 
 def plan(form: Format, tiling: Tiling, inputs: int, outputs: int, swiglu: bool = False) -> None:
     """NotImplementedError, with the reason, if the kernel cannot serve a weight [outputs, inputs] with this tiling."""
     t = tiling
-    if swiglu and t.warpgroups != 2:
-        raise ValueError(f"a SwiGLU takes two warpgroups, gate and up, got {t}.")
-    tile = gpu.ROWS if swiglu else gpu.ROWS * t.warpgroups
+    if swiglu and t.warpgroups % 2:
+        raise ValueError(f"a SwiGLU takes pairs of warpgroups, gate and up, got {t}.")
+    tile = gpu.ROWS * t.warpgroups // (2 if swiglu else 1)
     if outputs % tile:
         raise NotImplementedError(f"the Mosaic kernel cuts the output features by {tile}, got {outputs}.")
     if not 64 <= form.bytes(t.step) <= 256:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from pallas_kernels import _dispatch
 from pallas_kernels import _mosaic as gpu
 from pallas_kernels._quantized import Format, Operands
-from pallas_kernels._quantized_mosaic import Swiglu, Tiling, multiply, reorder
+from pallas_kernels._quantized_mosaic import Swiglu, Tiling, multiply, reorder, spare_rows
 from pallas_kernels.quantized_matmul.tuning import choose_mosaic
 
 
@@ -85,7 +85,8 @@ def quantized_matmuls_mosaic(
     sizes = tuple(weight.out_size for weight in weights)
     tiling = tiling or choose_mosaic(forms[0], rows, sizes, weights[0].in_size, multiprocessors)
     run = functools.partial(multiply, multiprocessors=multiprocessors, interpret=interpret)
-    return run(_in_order(forms[0], x, tiling), weights, tiling=tiling, rows=_cut(rows, tiling))[:rows]
+    ordered = _in_order(forms[0], x, tiling, multiprocessors)
+    return run(ordered, weights, tiling=tiling, rows=_cut(rows, tiling))[:rows]
 
 
 def quantized_mlp_mosaic(
@@ -102,12 +103,15 @@ def quantized_mlp_mosaic(
     first, second = tilings or _mlp_tilings(rows, gate, down, multiprocessors)
     run = functools.partial(multiply, multiprocessors=multiprocessors, interpret=interpret)
     # Rows that pad a tile are kept, as the next product pads to tiles too; columns come out as it reads them.
+    padded, wanted = _padded_rows(rows, first), _padded_rows(rows, second)
+    spare = spare_rows(second, down.in_size, multiprocessors)
+    direct = padded == wanted == first.tokens
     inner = run(
-        _in_order(gate.format, x, first), [gate, up], tiling=first, swiglu=swiglu, order=down.format,
-        name="quantized_gate_up",
+        _in_order(gate.format, x, first, multiprocessors), [gate, up], tiling=first, swiglu=swiglu, order=down.format,
+        spare=spare if direct else 0, name="quantized_gate_up",
     )  # fmt: skip
-    wanted = _padded_rows(rows, second)
-    inner = jnp.pad(inner[:wanted], ((0, max(0, wanted - inner.shape[0])), (0, 0)))
+    if not direct:
+        inner = jnp.pad(inner[:wanted], ((0, max(0, wanted - padded) + spare), (0, 0)))
     return run(inner, [down], tiling=second, rows=_cut(rows, second), name="quantized_down")[:rows]
 
 
@@ -115,8 +119,9 @@ def _operands(forms: tuple[Format, ...], parts: tuple[jax.Array, ...]) -> list[O
     return [Operands(form, *parts[3 * i : 3 * i + 3]) for i, form in enumerate(forms)]
 
 
-def _in_order(form: Format, x: jax.Array, tiling: Tiling) -> jax.Array:
-    return reorder(form, x, rows=_padded_rows(x.shape[0], tiling))
+def _in_order(form: Format, x: jax.Array, tiling: Tiling, multiprocessors: int) -> jax.Array:
+    spare = spare_rows(tiling, x.shape[1], multiprocessors)
+    return reorder(form, x, rows=_padded_rows(x.shape[0], tiling) + spare)
 
 
 def _padded_rows(rows: int, tiling: Tiling) -> int:

@@ -218,7 +218,7 @@ def choose_mosaic(
             reason = reason or error
             continue
         features = 64 * tiling.warpgroups
-        tiles = sum(sizes) // (64 if swiglu else features) * -(-rows // tiling.tokens)
+        tiles = sum(sizes) // (features // 2 if swiglu else features) * -(-rows // tiling.tokens)
         read = features / form.per_byte + 2 * tiling.tokens  # bytes for each input
         clocks = max(features * tiling.tokens / PRODUCTS + MAKING * tiling.warpgroups, read / CACHE_BYTES)
         if tiling.unit:

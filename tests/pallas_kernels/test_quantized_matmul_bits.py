@@ -249,6 +249,16 @@ def test_results_are_stored_transposed_and_cut_short(rows: int, columns: int, mo
     assert set(memory.written[: 2 * 64 * rows]) == {1}  # once each
 
 
+def test_zeros_are_stored_where_they_belong(monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_operations(monkeypatch)
+    whole = np.ones((18, 192), ml_dtypes.bfloat16)
+    memory = Memory(whole)
+    memory.shape, memory.bytes = (16, 64), whole.reshape(-1).view(np.uint8)[2 * (192 + 64) :]  # from row 1, column 64
+    fragments.store_zeros(memory, stride=192)
+    assert not whole[1:17, 64:128].any() and whole.astype(np.float32).sum() == 18 * 192 - 16 * 64
+    assert memory.written.sum() == 2 * 16 * 64  # once each
+
+
 def stored_in_order(form, values: np.ndarray, rows: int) -> np.ndarray:
     """What 128 threads leave of values [128, columns], two pieces of 64, in rows of 128."""
     whole = np.full((rows, 128), np.nan, ml_dtypes.bfloat16)

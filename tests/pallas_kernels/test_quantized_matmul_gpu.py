@@ -100,22 +100,25 @@ ATTENTION, CONTEXT = (8192, 512, 512, 512, 128), (512,) * 10
 @needs_sm90
 @pytest.mark.parametrize("rows", [3, 8, 64, 512])
 @pytest.mark.parametrize("sizes", [ATTENTION, CONTEXT], ids=["attention", "context"])
-def test_the_weights_of_the_model_together_and_alone(sizes: tuple, rows: int) -> None:
-    """Bit for bit, in the same tiles, and right; a boundary at the wrong place would show."""
-    from pallas_kernels.quantized_matmul.mosaic_sm90 import quantized_matmul_mosaic
+def test_the_weights_of_the_model_together_and_alone(sizes: tuple, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit, in the same whole tiles, and right, with shared tiles too; a wrong boundary would show."""
+    from pallas_kernels.quantized_matmul.mosaic_sm90 import quantized_matmul_mosaic, quantized_matmuls_mosaic
 
     weights, x = several("mxfp8", rows, sizes, 6144), random_x(rows, rows, 6144)
     poison(rows, sum(sizes))
     outs = compiled_several("mosaic")(x, weights)
-    form = _quantized.FORMATS["mxfp8"]
-    alone = jax.jit(
-        functools.partial(quantized_matmul_mosaic, form=form, tiling=tuning.choose_mosaic(form, rows, sizes, 6144))
-    )
-    for out, weight in zip(outs, weights, strict=True):
-        parts = _quantized.take_apart(weight)
-        assert np.array_equal(out, alone(x, parts.codes, parts.scale, parts.global_scale))
-    assert_product(outs[1], x, weights[1])
-    assert_product(outs[-1], x, weights[-1])
+    form, taken = _quantized.FORMATS["mxfp8"], [_quantized.take_apart(weight) for weight in weights]
+    parts = [(each.codes, each.scale, each.global_scale) for each in taken]
+    monkeypatch.setattr(tuning, "EXCHANGE", float("inf"))
+    tiling = tuning.choose_mosaic(form, rows, sizes, 6144)
+    alone = jax.jit(functools.partial(quantized_matmul_mosaic, form=form, tiling=tiling))
+    together = jax.jit(functools.partial(quantized_matmuls_mosaic, forms=(form,) * len(sizes), tiling=tiling))
+    whole = np.split(np.asarray(together(x, *itertools.chain(*parts))), np.cumsum(sizes)[:-1], axis=1)
+    for out, part in zip(whole, parts, strict=True):
+        assert np.array_equal(out, alone(x, *part))
+    for each in (outs, whole):
+        assert_product(each[1], x, weights[1])
+        assert_product(each[-1], x, weights[-1])
     with pytest.raises(AssertionError, match="of the elements are wrong"):
         assert_product(outs[1], x, weights[2])
 
@@ -162,13 +165,16 @@ def test_every_tiling_of_the_mlp(entry: int) -> None:
         assert_mlp(out, x, gate, up, down)
 
 
-def shared_tilings(form: str, rows: int, swiglu: bool = False) -> list:
-    """Those of the table in which blocks share tiles, and wide ones."""
-    entry, form = tuning.find(_quantized.FORMATS[form], rows), _quantized.FORMATS[form]
+def shared_tilings(name: str, rows: int, inputs: int = 6144, swiglu: bool = False) -> list:
+    """Those of the table in which blocks share tiles, and a wide one."""
+    form = _quantized.FORMATS[name]
+    entry = tuning.find(form, rows)
     candidates = [c for c in (entry.swiglu if swiglu else entry.mosaic) if c.unit]
-    if not swiglu and rows > 16:
-        candidates += [tuning.Candidate(warpgroups=w, tokens=64, step=128, unit=512) for w in (3, 4)]
-    return [candidate.tiling(rows, form, 6144, swiglu=swiglu) for candidate in candidates]
+    if rows > 16:
+        candidates.append(tuning.Candidate(warpgroups=4, tokens=64, step=128, unit=512))
+    return [
+        candidate.tiling(rows, form, inputs, swiglu=swiglu) for candidate in candidates if inputs % candidate.unit == 0
+    ]
 
 
 def repeated(run, *args) -> jax.Array:
@@ -186,7 +192,7 @@ def repeated(run, *args) -> jax.Array:
 def test_shared_tiles_of_several_weights(rows: int, form: str) -> None:
     from pallas_kernels.quantized_matmul.mosaic_sm90 import quantized_matmuls_mosaic
 
-    sizes, seed = (3072, 768, 1536), secrets.randbits(32)
+    sizes, seed = (1536, 256, 768), secrets.randbits(32)
     print(f"seed {seed}")
     weights, x = several(form, seed, sizes, 6144), random_x(seed, rows, 6144)
     taken = [_quantized.take_apart(weight) for weight in weights]
@@ -208,14 +214,14 @@ def test_shared_tiles_of_an_mlp(rows: int, forms: tuple) -> None:
     from pallas_kernels._quantized_mosaic import Swiglu
     from pallas_kernels.quantized_matmul.mosaic_sm90 import quantized_mlp_mosaic
 
-    gate, up = (random_weight(f, rows + i, 3072, 6144) for i, f in enumerate(forms[:2]))
-    down, x = random_weight(forms[2], rows, 768, 3072), random_x(rows, rows, 6144) * jnp.bfloat16(2.0**-8)
+    gate, up = (random_weight(f, rows + i, 1536, 6144) for i, f in enumerate(forms[:2]))
+    down, x = random_weight(forms[2], rows, 768, 1536), random_x(rows, rows, 6144) * jnp.bfloat16(2.0**-8)
     parts = [_quantized.take_apart(w) for w in (gate, up, down)]
     static = dict(forms=tuple(p.format for p in parts), swiglu=Swiglu(1.702, 7.0, rounded=True))
-    seconds = itertools.cycle(shared_tilings(forms[2], rows))
+    seconds = itertools.cycle(shared_tilings(forms[2], rows, 1536))
     for first, second in zip(shared_tilings(forms[0], rows, swiglu=True), seconds, strict=False):
         run = jax.jit(functools.partial(quantized_mlp_mosaic, tilings=(first, second), **static))
-        poison(rows, 3072), poison(rows, 768)
+        poison(rows, 1536), poison(rows, 768)
         assert_mlp(repeated(run, x, *(a for p in parts for a in (p.codes, p.scale, p.global_scale))), x, gate, up, down)
 
 

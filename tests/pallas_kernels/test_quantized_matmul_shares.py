@@ -13,7 +13,7 @@ from quantized_matmul_cases import assert_mlp, assert_product, random_weight, ra
 
 from pallas_kernels import _mosaic, _quantized_mosaic
 from pallas_kernels._quantized import FORMATS, MXFP8, NVFP4, take_apart
-from pallas_kernels._quantized_mosaic import Swiglu, Tiling, scale_steps
+from pallas_kernels._quantized_mosaic import Swiglu, Tiling, scale_steps, spare_rows
 from pallas_kernels._quantized_mosaic_cut import Exchange, Shares
 from pallas_kernels.quantized_matmul import mosaic_sm90, tuning
 
@@ -101,17 +101,48 @@ def mlp_weights(forms: tuple[str, ...], outputs: int = 64) -> list:
     return [random_weight(form, i, *shape) for i, (form, shape) in enumerate(zip(forms, shapes, strict=True))]
 
 
+WIDE_PAIR = dataclasses.replace(PAIR, warpgroups=4, split=1)  # two of gate, two of up
+
+
 @pytest.mark.parametrize(
-    "forms, rows",
-    [(("mxfp8",) * 3, 7), pytest.param(("nvfp4", "nvfp4", "mxfp8"), 64, marks=pytest.mark.slow), (("nvfp4",) * 3, 5)],
-    ids=["mxfp8-7", "mixed-64", "nvfp4-5"],
+    "forms, rows, first",
+    [
+        (("mxfp8",) * 3, 7, PAIR),
+        pytest.param(("nvfp4", "nvfp4", "mxfp8"), 64, PAIR, marks=pytest.mark.slow),
+        (("mxfp8", "mxfp8", "nvfp4"), 5, WIDE_PAIR),
+        (("nvfp4",) * 3, 5, dataclasses.replace(WIDE_PAIR, unit=None)),
+    ],
+    ids=["mxfp8-7", "mixed-64", "wide", "wide-whole"],
 )
-def test_mlp_interpreted(forms: tuple, rows: int) -> None:
-    """16 units of gate, up and SwiGLU among 5 blocks, written in the order of a second launch that shares tiles too."""
+def test_mlp_interpreted(forms: tuple, rows: int, first: Tiling) -> None:
+    """Gate, up and SwiGLU in 16 units among 5 blocks, written in the order of a second launch that shares tiles too."""
     weights, x = mlp_weights(forms), random_x(rows, rows, 1024) * jnp.bfloat16(2.0**-6)
     tokens = -(-rows // 8) * 8
-    tilings = tuple(dataclasses.replace(t, tokens=tokens, stages=2) for t in (PAIR, FEW))
+    tilings = tuple(dataclasses.replace(t, tokens=tokens, stages=2) for t in (first, FEW))
     assert_mlp(run_mlp(x, weights, tilings), x, *weights)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("unit", [None, 512])
+def test_zeros_behind_the_rows_are_for_the_next_launch(unit: int | None, form: str) -> None:
+    """Beside the same rows; the counters of the next launch lie there, and all of it is written."""
+    weight, x = take_apart(random_weight(form, 1, 192, 1024)), random_x(1, 8, 1024)
+    tiling = dataclasses.replace(FEW, unit=unit)
+    x = jnp.pad(x, ((0, spare_rows(tiling, 1024, 2)), (0, 0)))
+    static = dict(tiling=tiling, multiprocessors=2, interpret=RACES)
+    rows, longer = (_quantized_mosaic.multiply(x, [weight], spare=spare, **static) for spare in (0, 8))
+    assert longer.shape == (16, 192) and np.array_equal(longer[:8], rows) and not np.asarray(longer[8:]).any()
+
+
+def test_counters_have_room_and_start_at_zero() -> None:
+    tiling = functools.partial(Tiling, tokens=8, step=128, stages=4, unit=512)
+    assert spare_rows(dataclasses.replace(FEW, unit=None), 512, 132) == 0
+    for warpgroups, inputs, rows in [(1, 6144, 8), (4, 3072, 8), (4, 128, 16), (1, 33, 8)]:
+        found = spare_rows(tiling(warpgroups=warpgroups), inputs, 132)
+        assert found == rows and found * inputs * 2 >= 132 * warpgroups * 4
+    x = random_x(1, 7, 512)
+    ordered = mosaic_sm90._in_order(MXFP8, x, FEW, 132)
+    assert ordered.shape == (16, 512) and not np.asarray(ordered[7:]).any()
 
 
 def test_the_same_bits_as_of_whole_tiles_where_no_tile_is_cut() -> None:
@@ -230,6 +261,6 @@ def test_units_are_validated() -> None:
     assert scale_steps(MXFP8, dataclasses.replace(FEW, unit=None), 6144) > 4
     weight = take_apart(random_weight("mxfp8", 1, 128, 512))
     with pytest.raises(ValueError, match="where there is one tile of x and no experts"):
-        _quantized_mosaic.multiply(random_x(1, 16, 512), [weight], tiling=FEW, interpret=PLAIN)
+        _quantized_mosaic.multiply(random_x(1, 24, 512), [weight], tiling=FEW, interpret=PLAIN)
     with pytest.raises(NotImplementedError, match="17 rows are more than the one tile"):
         tuning.Candidate(warpgroups=1, tokens=16, step=256, unit=512).tiling(17, MXFP8, 6144)
