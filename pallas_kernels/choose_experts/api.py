@@ -32,8 +32,9 @@ def choose_experts(
 ) -> ExpertChoice:
     """The `top_k` experts of each row with the largest sigmoid(x · weight) + bias, weighed without the bias.
 
-    Products and sums are float32, in an order of each form's own. The lower index wins a tie, and NaN is larger than
-    any number (to XLA, NaN without a sign). The bias is that of load balancing without an auxiliary loss (DeepSeek-V3, arXiv 2412.19437, 2.1.2).
+    Products and sums are float32, in an order of each form's own. The lower index wins a tie, and NaN wins over every
+    number (in "xla" a NaN with a sign loses to all). The bias is that of load balancing without an auxiliary loss
+    (DeepSeek-V3, arXiv 2412.19437, 2.1.2).
 
     Args:
       x: rows, bfloat16, float16 or float32.

@@ -14,6 +14,7 @@ MOST_ROWS = 128  # what the slices leave behind grows with the rows
 MOST_EXPERTS = 1024
 ROW_TILE, EXPERT_TILE = 64, 64  # of a program of the first kernel, at most
 STEP = 128  # inputs of a slice
+WARPS = (4, 8)  # of a program of each kernel
 
 
 def build(x: Any, weight: Any, top_k: int) -> Callable[..., tuple[jax.Array, jax.Array]]:
@@ -47,12 +48,13 @@ def run(x: jax.Array, weight: jax.Array, bias: jax.Array, *, top_k: int) -> tupl
     parts = jax_triton.triton_call(
         x, weight, kernel=triton_kernel.multiply, out_shape=shape((slices, rows, experts), jnp.float32),
         grid=(slices, -(-experts // EXPERT_TILE), -(-rows // row_tile)), name="choose_experts_multiply_triton",
-        num_warps=4, ROWS=rows, EXPERTS=experts, HIDDEN=hidden, ROW_TILE=row_tile, EXPERT_TILE=EXPERT_TILE, STEP=step,
+        num_warps=WARPS[0], ROWS=rows, EXPERTS=experts, HIDDEN=hidden, ROW_TILE=row_tile, EXPERT_TILE=EXPERT_TILE,
+        STEP=step,
     )  # fmt: skip
     chosen, weights = jax_triton.triton_call(
         parts, bias, kernel=triton_kernel.choose,
         out_shape=[shape((rows, top_k), jnp.int32), shape((rows, top_k), jnp.float32)], grid=(rows,),
-        name="choose_experts_choose_triton", num_warps=8, ROWS=rows, EXPERTS=experts,
+        name="choose_experts_choose_triton", num_warps=WARPS[1], ROWS=rows, EXPERTS=experts,
         EXPERTS_PADDED=power_of_two(experts), SLICES=slices, SLICES_PADDED=power_of_two(slices, 1),
         SLICES_AT_ONCE=min(power_of_two(slices, 1), max(1, 8192 // power_of_two(experts))), CHOICES=top_k,
         CHOICES_PADDED=power_of_two(top_k, 1),

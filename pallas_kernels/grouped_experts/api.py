@@ -26,7 +26,7 @@ def grouped_experts(
     *,
     alpha: float,
     limit: float,
-    routing: str | None = None,
+    routing: str | None = "xla",
     implementation: str | None = None,
 ) -> Float32[Array, "N H"]:
     """Weighted sum of each row's experts: sum over j of weights[n, j] · down[e](swiglu(gate[e](x[n]), up[e](x[n]))).
@@ -46,8 +46,8 @@ def grouped_experts(
       down: the same for [E, H, F]; formats may differ from stack to stack.
       positions: a row at a negative position is padding: its choices compute nothing and add nothing. None: no row is.
       alpha, limit: constants of the activation, part of the program.
-      routing: how "mosaic" makes its lists of rows: "triton" (one launch, up to 512 choices), "xla", or None for the
-        best of them that serves.
+      routing: how "mosaic" makes its lists of rows: "triton" (one launch, up to 512 choices), "xla" (several), or None
+        for the first of these that serves. The others know "xla" alone.
       implementation: None for the best one for this device, or "mosaic", "triton", "xla".
 
     Returns:

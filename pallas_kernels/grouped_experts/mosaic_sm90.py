@@ -19,7 +19,7 @@ from pallas_kernels.grouped_experts.routing import exists, route
 from pallas_kernels.grouped_experts.stacks import Stack
 
 
-def build(problem: Problem, device: Any, routing: str | None = None) -> Any:
+def build(problem: Problem, device: Any, routing: str | None = "xla") -> Any:
     """The kernel for a problem on a device, or NotImplementedError with the reason."""
     multiprocessors = gpu.require_sm90(device)
     return _program(problem, plan(problem), multiprocessors, choose_routing(problem, device, routing))
@@ -43,7 +43,7 @@ def choose_routing(problem: Problem, device: Any, routing: str | None) -> str:
         require_triton(problem.dtype, device)
         if problem.pairs > spreading.MOST_PAIRS:
             raise NotImplementedError(
-                f"one launch makes the lists of up to {spreading.MOST_PAIRS} choices, got {problem.pairs}; use routing=None."
+                f"one launch lists up to {spreading.MOST_PAIRS} choices, got {problem.pairs}; use routing=None."
             )
     except NotImplementedError:
         if routing is None:

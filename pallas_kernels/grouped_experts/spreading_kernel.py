@@ -51,5 +51,6 @@ def spread(
             tl.store(places_ptr + mine, tl.where(own >= 0, place, 0), mask=choice < CHOICES)
         tl.store(
             rows_ptr + place.to(tl.int64)[:, None] * WORDS + word[None, :],
-            tl.broadcast_to(values[None, :], (CHOICES_PADDED, WIDTH)), mask=(own >= 0)[:, None] & (word < WORDS)[None, :],
+            tl.broadcast_to(values[None, :], (CHOICES_PADDED, WIDTH)),
+            mask=(own >= 0)[:, None] & (word < WORDS)[None, :],
         )  # fmt: skip

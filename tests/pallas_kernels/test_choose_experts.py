@@ -16,7 +16,9 @@ xla = functools.partial(choose_experts, implementation="xla")
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
-@pytest.mark.parametrize("rows, experts, hidden, top_k", [(1, 128, 640, 4), (50, 6, 64, 2), (9, 5, 33, 5), (3, 1, 8, 1)])
+@pytest.mark.parametrize(
+    "rows, experts, hidden, top_k", [(1, 128, 640, 4), (50, 6, 64, 2), (9, 5, 33, 5), (3, 1, 8, 1)]
+)
 def test_equals_the_oracle(rows: int, experts: int, hidden: int, top_k: int, dtype) -> None:
     given = arguments(rows, experts, hidden, dtype=dtype)
     check(xla(*given, top_k=top_k), *given, top_k)

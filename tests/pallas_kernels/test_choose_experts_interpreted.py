@@ -21,8 +21,8 @@ def run(x: jax.Array, weight: jax.Array, bias: jax.Array, top_k: int) -> tuple[j
 @requires_interpreter
 @pytest.mark.parametrize(
     "rows, experts, hidden, top_k",
-    [(8, 128, 6144, 4), (1, 128, 640, 4), (64, 128, 640, 4), (70, 128, 256, 8), (5, 6, 64, 2), (9, 5, 33, 5), (3, 1, 8, 1),
-     (17, 200, 136, 3), (128, 64, 128, 4), (2, 1000, 64, 2)],
+    [(8, 128, 6144, 4), (1, 128, 640, 4), (64, 128, 640, 4), (70, 128, 256, 8), (5, 6, 64, 2), (9, 5, 33, 5),
+     (3, 1, 8, 1), (17, 200, 136, 3), (128, 64, 128, 4), (2, 1000, 64, 2)],
 )  # fmt: skip
 def test_equals_the_oracle(rows: int, experts: int, hidden: int, top_k: int) -> None:
     given = arguments(rows, experts, hidden)
@@ -66,7 +66,6 @@ def logits(x: jax.Array, weight: jax.Array, monkeypatch) -> np.ndarray:
     monkeypatch.setattr(triton_interpreter, "triton_call", spy)
     run(x, weight, jnp.zeros(weight.shape[0], jnp.float32), 1)
     return np.asarray(seen[1][0]).sum(axis=0)
-
 
 
 @requires_interpreter
