@@ -68,9 +68,9 @@ class Experts(nnx.Module):
 
         An index of `num_experts` or more computes nothing, and neither does a row at a negative position.
         """
-        stacks = (part.weight.get_value() for part in (self.gate_proj, self.up_proj, self.down_proj))
+        gate, up, down = (part.weight.get_value() for part in (self.gate_proj, self.up_proj, self.down_proj))
         return grouped_experts(
-            x, experts, weights, *stacks, positions, alpha=self.alpha, limit=self.limit,
+            x, experts, weights, gate, up, down, positions, alpha=self.alpha, limit=self.limit,
             routing=self.kernels.routing, implementation=self.kernels.experts,
         )  # fmt: skip
 

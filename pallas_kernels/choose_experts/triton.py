@@ -17,7 +17,7 @@ STEP = 128  # inputs of a slice
 WARPS = (4, 8)  # of a program of each kernel
 
 
-def build(x: Any, weight: Any, top_k: int) -> Callable[..., tuple[jax.Array, jax.Array]]:
+def build(x: Any, weight: Any, top_k: int) -> Callable[..., tuple[jax.Array, ...]]:
     """The kernels for arguments like these on their device, or NotImplementedError with the reason."""
     require_triton(jnp.bfloat16, _dispatch.device_of(x, weight))
     if x.dtype != jnp.bfloat16:
@@ -31,7 +31,7 @@ def build(x: Any, weight: Any, top_k: int) -> Callable[..., tuple[jax.Array, jax
 
 
 @functools.cache  # and so traced and lowered once for all layers of a model
-def _program(top_k: int) -> Callable[..., tuple[jax.Array, jax.Array]]:
+def _program(top_k: int) -> Callable[..., tuple[jax.Array, ...]]:
     return _opaque(jax.jit(functools.partial(run, top_k=top_k)))
 
 
