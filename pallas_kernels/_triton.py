@@ -2,7 +2,6 @@
 
 import functools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -36,37 +35,46 @@ def power_of_two(n: int, least: int = 16) -> int:
 
 
 THROUGH_XLA = False  # how `triton_call` has a kernel compiled and launched
-POINTERS = dict(bfloat16="bf16", float16="fp16", float32="fp32", int32="i32", int8="i8", uint32="u32", uint8="u8")
+POINTERS = dict(
+    bfloat16="bf16", float16="fp16", float32="fp32", float8_e4m3fn="fp8e4nv", int8="i8", uint8="u8", int32="i32",
+    uint32="u32",
+)  # fmt: skip
 
 
-def triton_call(
-    *arrays: jax.Array,
+def triton_call(*arguments: Any, **options: Any) -> Any:
+    """`jax_triton.triton_call`, or the same through XLA."""
+    if THROUGH_XLA:
+        return call_through_xla(*arguments, **options)
+    import jax_triton  # pyright: ignore[reportMissingImports]
+
+    return jax_triton.triton_call(*arguments, **options)
+
+
+def call_through_xla(
+    *arguments: Any,
     kernel: Any,
     out_shape: Any,
     grid: tuple[int, ...],
     name: str,
     num_warps: int,
     num_stages: int = 3,
+    input_output_aliases: dict[int, int] | None = None,
     **constants: Any,
 ) -> Any:
-    """`jax_triton.triton_call` for a kernel that takes arrays and constants alone, or the same through XLA.
+    """A Triton kernel as one of XLA's: it compiles what the front end of Triton makes, and launches it by itself.
 
-    XLA compiles what the front end of Triton makes of the kernel and launches it as one of its own: it can be part of
-    a command buffer; what jax-triton launches cannot.
+    So the kernel can be part of a command buffer; what jax-triton launches cannot. An integer among the arguments is a
+    constant of the kernel. The profiler shows the name of the kernel's function, and not `name`.
     """
-    if not THROUGH_XLA:
-        import jax_triton  # pyright: ignore[reportMissingImports]
-
-        return jax_triton.triton_call(
-            *arrays, kernel=kernel, out_shape=out_shape, grid=grid, name=name, num_warps=num_warps,
-            num_stages=num_stages, **constants,
-        )  # fmt: skip
-    outs = out_shape if isinstance(out_shape, Sequence) else [out_shape]
-    dtypes = tuple(str(a.dtype) for a in (*arrays, *outs))
+    del name
+    outs = list(out_shape) if isinstance(out_shape, list | tuple) else [out_shape]
+    arrays = [a for a in arguments if not isinstance(a, int)]
+    # Of a pointer its dtype, of a number the number.
+    given = tuple(a if isinstance(a, int) else str(a.dtype) for a in (*arguments, *outs))
     capability = _dispatch.require_cuda(_dispatch.device_of(*arrays), "the Triton kernel")
-    code = front_end(kernel, dtypes, tuple(constants.items()), capability, num_warps, num_stages)
+    code = front_end(kernel, given, tuple(constants.items()), capability, num_warps, num_stages)
     sizes = {f"grid_{axis}": np.int32(n) for axis, n in zip("xyz", (*grid, 1, 1), strict=False)}
-    return jax.ffi.ffi_call("__gpu$xla.gpu.triton", out_shape)(
+    return jax.ffi.ffi_call("__gpu$xla.gpu.triton", out_shape, input_output_aliases=input_output_aliases)(
         *arrays, name=kernel.fn.__name__, ir=code, num_warps=np.int32(num_warps), num_stages=np.int32(num_stages),
         debug=False, **sizes,
     )  # fmt: skip
@@ -75,7 +83,7 @@ def triton_call(
 @functools.cache
 def front_end(
     kernel: Any,
-    dtypes: tuple[str, ...],
+    given: tuple[str | int, ...],
     constants: tuple[tuple[str, Any], ...],
     capability: tuple[int, int],
     num_warps: int,
@@ -90,11 +98,13 @@ def front_end(
     backend = make_backend(target)
     options = backend.parse_options(dict(num_warps=num_warps, num_stages=num_stages))
     names, known = [parameter.name for parameter in kernel.params], dict(constants)
-    pointers = dict(zip((n for n in names if n not in known), dtypes, strict=True))
+    arguments = dict(zip((n for n in names if n not in known), given, strict=True))
+    pointers = {n: f"*{POINTERS[dtype]}" for n, dtype in arguments.items() if isinstance(dtype, str)}
+    values = known | {n: value for n, value in arguments.items() if n not in pointers}
     source = ASTSource(
         fn=kernel,
-        signature={n: f"*{POINTERS[pointers[n]]}" if n in pointers else "constexpr" for n in names},
-        constexprs={(names.index(n),): value for n, value in known.items()},
+        signature={n: pointers.get(n, "constexpr") for n in names},
+        constexprs={(i,): values[n] for i, n in enumerate(names) if n in values},
         attrs={(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n in pointers},
     )
     context = ir.context()
