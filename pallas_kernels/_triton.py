@@ -1,4 +1,4 @@
-"""What the Triton forms share: the check of the device, and how rows are cut."""
+"""What the Triton forms share: the check of the device, how rows are cut, and two ways to launch a kernel."""
 
 import functools
 import math
