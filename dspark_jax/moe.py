@@ -103,7 +103,7 @@ class MoE(nnx.Module):
         """-> output, chosen experts, their weights. A token at position -1 is padding and takes no routed expert."""
         rows = x.reshape(-1, x.shape[-1])
         experts, weights = self.router(rows)
-        routed = self.experts(rows, experts, weights, positions.reshape(-1)) * self.routed_scaling
+        routed = self.experts(rows, experts, weights, positions.reshape(-1).astype(jnp.int32)) * self.routed_scaling
         output = (routed + self.shared_expert(rows).astype(jnp.float32)).astype(x.dtype)
         shape = (*x.shape[:-1], experts.shape[-1])
         return output.reshape(x.shape), experts.reshape(shape), weights.reshape(shape)

@@ -36,7 +36,7 @@ def _program(problem: Problem, tilings: tuple[Tiling, Tiling], multiprocessors: 
 
 
 def choose_routing(problem: Problem, device: Any, routing: str | None) -> str:
-    """ "triton" or "xla"; NotImplementedError with the reason where the named one cannot serve."""
+    """How lists are made: "triton" or "xla". NotImplementedError with the reason where the named one cannot serve."""
     if routing == "xla":
         return routing
     try:
@@ -81,7 +81,7 @@ def grouped_experts_mosaic(
     if positions is None:
         positions = jnp.zeros(x.shape[:1], jnp.int32)
     live, tile = exists(experts, p.experts) & (positions >= 0)[:, None], tilings[0].tokens
-    if routing == "triton":
+    if routing == "triton" and experts.size <= spreading.MOST_PAIRS:  # not what a vmap has made many
         tiles, places, rows = spreading.spread_by_expert(
             x, experts, positions, form=first, num_experts=p.experts, tile=tile
         )
