@@ -301,15 +301,15 @@ def signal_counter(counter: Any) -> None:
     add(counter)
 
 
-def wait_for_counter(counter: Any, count: int) -> None:
+def wait_for_counter(counter: Any, count: Any) -> None:
     """Until 4 bytes of global memory, zero when the launch began, are at least `count`."""
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
-    def wait(_: Any, counter: Any) -> None:
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), Layout.WG_SPLAT(())))
+    def wait(_: Any, counter: Any, count: Any) -> None:
         reference = mosaic_utils.SemaphoreRef(mosaic_utils.memref_ptr(counter))
-        reference.wait(count, decrement=False, memory_scope="gpu")
+        reference.wait(count.registers.item(), decrement=False, memory_scope="gpu")
 
-    wait(counter)
+    wait(counter, jnp.int32(count))
 
 
 def wait_until_read() -> None:

@@ -316,15 +316,11 @@ class Block:
 
         @gpu.when(piece.first > 0)
         def _leave() -> None:
-            exchange.leave(self.block, finisher, totals)
+            exchange.leave(self.block, piece.owner, finisher, totals)
 
         @gpu.when(piece.first == 0)
         def _complete() -> None:
-            def add(i: Any, totals: Any) -> Any:
-                taken = exchange.take(self.block - 1 - i, finisher)
-                return [a + b for a, b in zip(totals, taken, strict=True)]
-
-            self.results(piece, lax.fori_loop(0, piece.others, add, totals))
+            self.results(piece, exchange.add_others(piece, finisher, totals, self.shares.most_others))
 
     def results(self, piece: Piece, totals: list[jax.Array]) -> None:
         """Factor, SwiGLU, store."""

@@ -15,6 +15,8 @@ from jax import lax
 
 from pallas_kernels import _mosaic as gpu
 
+AT_ONCE = 128  # columns of parts that a warpgroup has registers for
+
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
@@ -23,7 +25,8 @@ class Piece:
     Attributes:
       block, tile: number of the tile of x and of the tile of the output features.
       before: units that the block has done before.
-      others: blocks that have the rest of the tile; they are those of the numbers just below.
+      owner: block that has the beginning of the tile and finishes it.
+      others: blocks that have the rest if this is the owner; they are those of the numbers just below.
     """
 
     block: Any
@@ -31,6 +34,7 @@ class Piece:
     first: Any
     end: Any
     before: Any
+    owner: Any = 0
     others: Any = 0
 
 
@@ -58,17 +62,25 @@ class Shares:
         tile = divide(start, self.units) + item
         ahead = tile * self.units
         first, end = jnp.maximum(start - ahead, 0), jnp.minimum(stop - ahead, self.units)
-        # The share of unit v is the last one that starts at or before it, and the tile's last unit is v.
-        last = divide((ahead + self.units) * self.blocks - 1, self.tiles * self.units)
-        others = jnp.where(first == 0, last - (self.blocks - 1 - block), 0)
-        return Piece(0, tile, first, end, ahead + first - start, others)
+        owner, last = self.block(ahead), self.block(ahead + self.units - 1)
+        return Piece(0, tile, first, end, ahead + first - start, owner, jnp.where(first == 0, owner - last, 0))
+
+    def block(self, unit: Any) -> Any:
+        """The block that takes this one of all units: its share is the last one that starts at or before it."""
+        return self.blocks - 1 - divide((unit + 1) * self.blocks - 1, self.tiles * self.units)
+
+    @property
+    def most_others(self) -> int:
+        total, n = self.tiles * self.units, self.units
+        shares = [[((u + 1) * self.blocks - 1) // total for u in (n * i, n * i + n - 1)] for i in range(self.tiles)]
+        return max(last - first for first, last in shares)
 
 
 class Exchange:
     """Parts of tiles in global memory, `left` [blocks, parts of a block, *part_shape], never initialised.
 
-    Counters of 4 bytes, one for each finisher of each block, are the zeros behind the rows of x [tokens + `spare_rows`,
-    in]. (Semaphores of Pallas would be zeroed by XLA, in a loop by a copy for each launch.)
+    Counters of 4 bytes, one for each finisher of a block that owns a tile, are the zeros behind the rows of x
+    [tokens + `spare_rows`, in]. (Semaphores of Pallas would be zeroed by XLA, in a loop by a copy for each launch.)
     The interpreter has none and runs one block after the other. There a signal copies to `seen` what the block has
     written until then, no more can be read, and that only as `given` to a second launch.
     """
@@ -79,23 +91,40 @@ class Exchange:
         self.a_finisher = self.left.shape[1] // finishers  # parts of it
         self.x, self.tokens = refs["x"], tokens
 
-    def leave(self, block: Any, finisher: Any, parts: list[jax.Array]) -> None:
+    def leave(self, block: Any, owner: Any, finisher: Any, parts: list[jax.Array]) -> None:
         self.write(block, finisher, parts)
-        self.signal(block, finisher)
+        self.signal(block, owner, finisher)
+
+    def add_others(self, piece: Piece, finisher: Any, totals: list[jax.Array], most: int) -> list[jax.Array]:
+        """totals and what the same warpgroup of the other blocks, at most so many, has left; in their order."""
+
+        def add(i: Any, totals: Any) -> Any:
+            return [a + b for a, b in zip(totals, self.take(piece.owner - 1 - i, finisher), strict=True)]
+
+        def collect(totals: Any) -> Any:
+            if self.interpret is None:
+                gpu.wait_for_counter(self.counter(piece.owner, finisher), piece.others)
+            if most * len(totals) * totals[0].shape[1] > AT_ONCE:
+                return lax.fori_loop(0, piece.others, add, totals)
+            # One after the other would be slow: that many parts are on their way together, also where fewer are wanted.
+            taken = [self.take(jnp.maximum(piece.owner - 1 - i, 0), finisher) for i in range(most)]
+            for i, parts in enumerate(taken):
+                totals = [jnp.where(i < piece.others, a + b, a) for a, b in zip(totals, parts, strict=True)]
+            return totals
+
+        return lax.cond(piece.others > 0, collect, lambda totals: totals, totals)
 
     def take(self, block: Any, finisher: Any) -> list[jax.Array]:
         """What the same warpgroup of another block has left."""
-        if self.interpret is None:
-            gpu.wait_for_counter(self.counter(block, finisher), 1)
         return [gpu.load_pieces(self.given.at[block, place], self.interpret) for place in self.places(finisher)]
 
     def write(self, block: Any, finisher: Any, parts: list[jax.Array]) -> None:
         for place, part in zip(self.places(finisher), parts, strict=True):
             gpu.store_pieces(self.left.at[block, place], part, self.interpret)
 
-    def signal(self, block: Any, finisher: Any) -> None:
+    def signal(self, block: Any, owner: Any, finisher: Any) -> None:
         if self.interpret is None:
-            gpu.signal_counter(self.counter(block, finisher))
+            gpu.signal_counter(self.counter(owner, finisher))
             return
         for place in self.places(finisher):
             self.seen.at[block, place][...] = self.left.at[block, place][...]

@@ -5,8 +5,12 @@ weight [8192, 6144], in microseconds: 1 row Mosaic 15.6, Triton 17.9; 8 rows 15.
 the reorder of x as a kernel of its own, in an order that is no longer used: 16.9, 17.9; 17.3, 17.8; 24.7, 33.4). Mosaic
 comes first where it is about as fast, since XLA captures its launches in a graph, and those of Triton not. Among the
 candidates for a number of rows the one with the least estimated time wins: waves of tiles over the multiprocessors,
-each as long as its products or its reads of W and x out of the cache take. Candidates with a `unit` cut tiles evenly
-among the multiprocessors, and pay for the exchange of their parts.
+each as long as its products or its reads of W and x take. Candidates with a `unit` cut tiles evenly among the
+multiprocessors, and pay for the exchange of their parts. Microseconds with whole and with shared tiles:
+
+    rows   gate, up 12288   down   q, k, v, index   o          gate, up 3072   down 3072
+    8      45.7, 42.6       22.4, 24.1   21.1, 20.0   16.4, 18.0   20.2, 15.7   8.8, 10.2
+    64     63.1, 54.9       33.8, 30.6   33.5, 24.8   24.2, 22.4   28.5, 20.8   (56 rows) 11.0, 14.1
 """
 
 import dataclasses
@@ -97,7 +101,11 @@ MOST_STAGES = 8
 # 3 x 128 80.9, 2 x 256 88.3. Weights of one x in a launch, [9856, 6144]: 8 rows 1 x 8 25.4, 2 x 8 21.3; 512 rows
 # 2 x 176 104, 2 x 104 116, 2 x 128 131, 2 x 256 139.
 PRODUCTS, CACHE_BYTES, MAKING = 2048, 33, 1.8
-EXCHANGE = 2600  # clocks, 1.5 us: a part of a tile to global memory, its signal, and back; infinite: no tile is shared
+# Of a weight read once: bytes that a multiprocessor gets out of memory in a clock, and that all of them get.
+OWN_BYTES, MEMORY_BYTES = 26, 2420
+# Clocks for a part of a tile to global memory, its signal, and back, and those more where a tile is longer than a
+# share, so that parts are not done long before they are wanted. EXCHANGE = infinity: no tile is shared.
+EXCHANGE, LATE = 4000, 2000
 ANY = 2**31
 
 _T = _quantized_triton.Tiling
@@ -112,16 +120,10 @@ _MANY = (
     Candidate(warpgroups=2, tokens=104, step=128),
     Candidate(warpgroups=2, tokens=64, step=128),
 )
-_FEW_EVEN = tuple(
-    Candidate(warpgroups=w, split=2, tokens=16, step=256, unit=unit) for w in (1, 2) for unit in (1024, 512)
-)
-_SOME_EVEN = tuple(
-    Candidate(warpgroups=w, split=2 // w, tokens=64, step=128, unit=unit) for w in (1, 2) for unit in (1024, 512)
-)
-_FEW_EVEN_PAIRS = _FEW_EVEN[2:]
-_SOME_EVEN_PAIRS = tuple(
-    Candidate(warpgroups=2, split=split, tokens=64, step=128, unit=unit) for split in (2, 1) for unit in (1024, 512)
-)
+_FEW_EVEN = (Candidate(warpgroups=1, split=4, tokens=16, step=256, unit=1024),)
+_FEW_EVEN_PAIRS = tuple(Candidate(warpgroups=2, split=2, tokens=16, step=256, unit=unit) for unit in (1024, 512))
+_SOME_EVEN = tuple(Candidate(warpgroups=1, split=2, tokens=64, step=128, unit=unit) for unit in (512, 1024))
+_SOME_EVEN_PAIRS = tuple(Candidate(warpgroups=2, tokens=64, step=128, unit=unit) for unit in (1024, 512))
 _FEW_PAIRS = (Candidate(warpgroups=2, split=2, tokens=16, step=256), Candidate(warpgroups=2, tokens=16, step=256))
 _SOME_PAIRS = (Candidate(warpgroups=2, split=2, tokens=64, step=128), Candidate(warpgroups=2, tokens=64, step=128))
 _MANY_PAIRS = (Candidate(warpgroups=2, tokens=128, step=128), Candidate(warpgroups=2, tokens=64, step=128))
@@ -217,20 +219,37 @@ def choose_mosaic(
         except NotImplementedError as error:
             reason = reason or error
             continue
-        features = 64 * tiling.warpgroups
-        tiles = sum(sizes) // (features // 2 if swiglu else features) * -(-rows // tiling.tokens)
-        read = features / form.per_byte + 2 * tiling.tokens  # bytes for each input
-        clocks = max(features * tiling.tokens / PRODUCTS + MAKING * tiling.warpgroups, read / CACHE_BYTES)
-        if tiling.unit:
-            units = tiles * inputs // tiling.unit
-            waves = -(-units // min(multiprocessors, units)) * tiling.unit / inputs  # the longest share, in tiles
-            clocks += EXCHANGE / inputs / waves
-        else:
-            waves = -(-tiles // multiprocessors)
-        fitting.append((waves * clocks, tiling))
+        rows_of_w = sum(sizes) * (2 if swiglu else 1)
+        fitting.append((*_estimate(tiling, form, rows, rows_of_w, inputs, multiprocessors), tiling))
     if not fitting:
         raise reason or NotImplementedError("the Mosaic kernel has no tiling for this weight.")
-    return min(fitting, key=lambda pair: pair[0])[1]
+    return min(fitting, key=lambda estimate: estimate[:2])[-1]
+
+
+def _estimate(
+    tiling: _quantized_mosaic.Tiling, form: Format, rows: int, outputs: int, inputs: int, multiprocessors: int
+) -> tuple[float, float]:
+    """Clocks that a launch takes, and that its longest block would without the others."""
+    features = 64 * tiling.warpgroups
+    blocks = -(-rows // tiling.tokens)
+    tiles = outputs // features * blocks
+    weights = features * (1 / form.per_byte + 1 / form.block)  # bytes for each input
+    clocks = inputs * max(
+        features * tiling.tokens / PRODUCTS + MAKING * tiling.warpgroups,
+        (features / form.per_byte + 2 * tiling.tokens) / CACHE_BYTES,
+        weights / OWN_BYTES,
+    )
+    of_memory = weights * inputs / MEMORY_BYTES if blocks == 1 else 0.0  # clocks of a tile; the cache serves the others
+    if not tiling.unit:
+        waves, rest = divmod(tiles, multiprocessors)
+        longest = waves * clocks + (clocks if rest else 0)
+        return waves * max(clocks, multiprocessors * of_memory) + (
+            max(clocks, rest * of_memory) if rest else 0
+        ), longest
+    units = tiles * inputs // tiling.unit
+    share = -(-units // min(multiprocessors, units)) * tiling.unit
+    longest = clocks * share / inputs
+    return max(longest, tiles * of_memory) + EXCHANGE + (LATE if share < inputs else 0), longest
 
 
 def choose_triton(

@@ -229,18 +229,21 @@ def test_shared_tiles_of_an_mlp(rows: int, forms: tuple) -> None:
 @pytest.mark.parametrize("rows", [7, 64])
 def test_shared_tiles_in_a_loop(rows: int) -> None:
     """Each launch finds its counters at zero; the weights are those of o_proj."""
+    from pallas_kernels.quantized_matmul.mosaic_sm90 import quantized_matmul_mosaic
+
     weight, x = random_weight("mxfp8", rows, 6144, 8192), random_x(rows, rows, 8192)
-    assert tuning.choose_mosaic(_quantized.MXFP8, rows, 6144, 8192).unit
+    form, tiling = _quantized.FORMATS["mxfp8"], shared_tilings("mxfp8", rows, 8192)[0]
 
     @jax.jit
-    def looped(x, weight):
+    def looped(x, codes, scale):
         def step(_, carry):
             x, _previous = carry
-            return jnp.roll(x, 1, axis=0), quantized_matmul(x, weight, implementation="mosaic")
+            out = quantized_matmul_mosaic(x, codes, scale, jnp.float32(1), form=form, tiling=tiling)
+            return jnp.roll(x, 1, axis=0), out
 
         return jax.lax.fori_loop(0, 20, step, (x, jnp.zeros((rows, 6144), x.dtype)))[1]
 
-    assert_product(looped(x, weight), jnp.roll(x, 19, axis=0), weight)
+    assert_product(looped(x, weight.codes, weight.scale), jnp.roll(x, 19, axis=0), weight)
 
 
 # out, in, rows; of the model, and of tiles that do not fill the chip
