@@ -25,8 +25,8 @@ class Kernels:
         take the loops.
       sampling: `filter_floors`, for the filters of sampling, and `markov_draw`, for drafts of a Markov head; have no
         "mosaic" form. "xla": a search without a sort, `dspark_jax.sampling.search_floors`, and `sampling.draft` alone.
-      routing: `choose_experts`, and how `grouped_experts` makes its lists, both for few rows; has no "mosaic" form.
-        "xla", as long as nobody has measured the kernels: several small ones, as XLA fuses them.
+      routing: `choose_experts`, for up to 1,024 rows, and how `grouped_experts` makes its lists, for up to 512 choices;
+        has no "mosaic" form. "xla": several small kernels, as XLA fuses them.
       rotation: `rotate_heads`, between the projections and attention; has no "triton" form. "xla": norms, rotation and
         the writes into the caches as XLA fuses them.
     """
@@ -35,7 +35,7 @@ class Kernels:
     experts: Implementation | None = None
     attention: Implementation | None = None
     sampling: Literal["triton", "xla"] | None = None
-    routing: Literal["triton", "xla"] | None = "xla"
+    routing: Literal["triton", "xla"] | None = None
     rotation: Literal["mosaic", "xla"] | None = None
 
     def __post_init__(self) -> None:

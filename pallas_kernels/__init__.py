@@ -39,7 +39,7 @@ measured as faster for the format and shape):
                          pairs in multiples of 32
     filter_floors                                          up to 8,388,608 tokens                 bf16, fp16, fp32
     markov_draw                                            bf16 tables; up to 2,097,152 tokens    bf16, fp16, fp32
-    choose_experts                                         bf16 rows, up to 128                   bf16, fp16, fp32
+    choose_experts                                         bf16 rows, up to 1,024                 bf16, fp16, fp32
     quantized_matmul,    bf16 rows; weights in whole       bf16 rows; every size                  bf16, fp16, fp32
     quantized_matmuls,   tiles, those of a launch in one
     quantized_mlp        format

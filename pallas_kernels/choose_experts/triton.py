@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from pallas_kernels import _dispatch
 from pallas_kernels._triton import power_of_two, require_triton, triton_call
 
-MOST_ROWS = 128  # what the slices leave behind grows with the rows
+MOST_ROWS = 1024  # what the slices leave behind grows with the rows: 25 MB for so many
 MOST_EXPERTS = 1024
 ROW_TILE, EXPERT_TILE = 64, 64  # of a program of the first kernel, at most
 STEP = 128  # inputs of a slice

@@ -26,7 +26,7 @@ def grouped_experts(
     *,
     alpha: float,
     limit: float,
-    routing: str | None = "xla",
+    routing: str | None = None,
     implementation: str | None = None,
 ) -> Float32[Array, "N H"]:
     """Weighted sum of each row's experts: sum over j of weights[n, j] · down[e](swiglu(gate[e](x[n]), up[e](x[n]))).

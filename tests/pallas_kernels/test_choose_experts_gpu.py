@@ -19,7 +19,8 @@ def triton(x: jax.Array, weight: jax.Array, bias: jax.Array, *, top_k: int):
 @needs_triton
 @pytest.mark.parametrize(
     "rows, experts, hidden, top_k",
-    [(8, 128, 6144, 4), (64, 128, 6144, 4), (128, 128, 6144, 4), (1, 128, 6144, 4), (70, 200, 136, 8), (5, 6, 64, 2),
+    [(8, 128, 6144, 4), (64, 128, 6144, 4), (128, 128, 6144, 4), (512, 128, 6144, 4), (1024, 128, 640, 4),
+     (1, 128, 6144, 4), (70, 200, 136, 8), (5, 6, 64, 2),
      (9, 5, 33, 5), (3, 1, 8, 1), (2, 1000, 640, 2)],
 )  # fmt: skip
 def test_equals_the_oracle(rows: int, experts: int, hidden: int, top_k: int) -> None:
