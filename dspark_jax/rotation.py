@@ -43,8 +43,8 @@ def rotate_together(
     joined = jnp.concatenate(projected, axis=-1)
     try:
         return pallas_kernels.rotate_heads(
-            joined, positions, heads, head_dim=config.head_dim, rotary_dim=config.rotary_dim, theta=config.rope_theta,
-            eps=config.norm_eps, plus_one=plus_one, ring=ring, implementation="mosaic",
+            joined, positions.astype(jnp.int32), heads, head_dim=config.head_dim, rotary_dim=config.rotary_dim,
+            theta=config.rope_theta, eps=config.norm_eps, plus_one=plus_one, ring=ring, implementation="mosaic",
         )  # fmt: skip
     except NotImplementedError:
         if kernels.rotation is not None:

@@ -14,6 +14,7 @@ from drafter_cases import MINIMAX, hf_config
 import dspark_jax as ds
 import pallas_kernels
 from dspark_jax import layers
+from dspark_jax.rotation import rotate_together
 from dspark_jax.target import Embedding
 
 CONFIG = dataclasses.replace(
@@ -68,6 +69,20 @@ def test_gives_what_the_layers_give_apart(run, monkeypatch: pytest.MonkeyPatch) 
     for mutant in (dict(theta=100.0), dict(plus_one=False)):
         monkeypatch.setattr(pallas_kernels, "rotate_heads", functools.partial(through_xla, mutant=mutant))
         assert differs(run(ds.Kernels(rotation=None)), apart), mutant
+
+
+def test_positions_of_any_integer_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, given = pallas_kernels.rotate_heads, []
+
+    def through_xla(x: Any, positions: Any, *args: Any, **static: Any) -> Any:
+        given.append(positions.dtype)
+        return real(x, positions, *args, **static | dict(implementation="xla"))
+
+    monkeypatch.setattr(pallas_kernels, "rotate_heads", through_xla)
+    projected, place = [jnp.ones((2, 4, CONFIG.head_dim))], [(None, None)]
+    for dtype in (jnp.int8, jnp.int32):
+        rotate_together(ds.Kernels(), projected, place, POSITIONS.astype(dtype), CONFIG, plus_one=True)
+    assert given == [jnp.int32] * 2
 
 
 def test_a_named_kernel_does_not_fall_back() -> None:
