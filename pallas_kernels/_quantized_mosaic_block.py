@@ -84,7 +84,7 @@ class Block:
         self.exchange = self.shares = None
         if tiling.unit:
             self.shares = Shares(self.tiles, self.units, self.grid)
-            self.exchange = Exchange(refs, tiling.tokens, problem.finishers(tiling), interpret)
+            self.exchange = Exchange(refs, shared["others_ready"], tiling.tokens, problem.finishers(tiling), interpret)
             self.items = self.shares.pieces(self.block)
             self.copies = self.shares.start(self.block - 1) - self.shares.start(self.block)
         else:
@@ -135,6 +135,8 @@ class Block:
                 own = (piece.tile >= first) & (piece.tile < end)
                 copy() if (first, end) == (0, self.tiles) else gpu.when(own)(copy)
 
+        if self.exchange is not None:
+            self.exchange.wait(self.locate(self.items - 1))  # only the last piece can have others
         self.drain("free", self.copies * p.steps_a_scale, t.stages)
         self.drain("scale_free", self.copies, t.scale_stages)
 

@@ -140,11 +140,10 @@ def test_zeros_behind_the_rows_are_for_the_next_launch(unit: int | None, form: s
 
 
 def test_counters_have_room_and_start_at_zero() -> None:
-    tiling = functools.partial(Tiling, tokens=8, step=128, stages=4, unit=512)
     assert spare_rows(dataclasses.replace(FEW, unit=None), 512, 132) == 0
-    for warpgroups, inputs, rows in [(1, 6144, 8), (4, 3072, 8), (4, 128, 16), (1, 33, 8)]:
-        found = spare_rows(tiling(warpgroups=warpgroups), inputs, 132)
-        assert found == rows and found * inputs * 2 >= 132 * warpgroups * 4
+    for multiprocessors, inputs, rows in [(132, 6144, 8), (132, 512, 8), (132, 32, 16), (1, 512, 8)]:
+        found = spare_rows(FEW, inputs, multiprocessors)
+        assert found == rows and found * inputs * 2 >= multiprocessors * 4
     x = random_x(1, 7, 512)
     ordered = mosaic_sm90._in_order(MXFP8, x, FEW, 132)
     assert ordered.shape == (16, 512) and not np.asarray(ordered[7:]).any()
