@@ -293,8 +293,8 @@ class Block:
         """Sum, and of a tile that is complete the results. With a SwiGLU parts alternate: gate, up, gate, up."""
         sums = 2 if self.p.swiglu else 1
         totals = [functools.reduce(jnp.add, parts[i + sums :: sums], parts[i]) for i in range(sums)]
-        exchange, finisher = self.exchange, self.warpgroup
-        if exchange is None:
+        exchange, shares, finisher = self.exchange, self.shares, self.warpgroup
+        if exchange is None or shares is None:
             self.results(piece, totals)
             return
 
@@ -304,7 +304,7 @@ class Block:
 
         @gpu.when(piece.first == 0)
         def _complete() -> None:
-            self.results(piece, exchange.add_others(piece, finisher, totals, self.shares.most_others))
+            self.results(piece, exchange.add_others(piece, finisher, totals, shares.most_others))
 
     def results(self, piece: Piece, totals: list[jax.Array]) -> None:
         """Factor, SwiGLU, store."""
