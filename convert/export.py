@@ -36,6 +36,7 @@ from convert.safetensors_writer import write_shards
 from convert.sizes import format_bytes
 from convert.source import SIDECARS
 from convert.stored import no_stray_errors, read_arrays, read_description
+from dspark_jax._words import counted
 
 # Arrays are read together up to this size.
 _GROUP_BYTES = 64 << 20
@@ -152,7 +153,7 @@ def export(checkpoint: Path, destination: Path, options: Options) -> Report:
         seconds=time.monotonic() - started,
         peak=progress.peak,
         left_out=tuple(
-            f"{e['count']:,} tensors, {e['names']} ({e['reason']})" for e in layout.record.get("skipped", ())
+            f"{counted(e['count'], 'tensor')}, {e['names']} ({e['reason']})" for e in layout.record.get("skipped", ())
         ),
     )
 
@@ -292,8 +293,8 @@ def summary(report: Report) -> str:
     """A few lines about a finished export."""
     rate = report.nbytes / max(report.seconds, 1e-9) / 1e6
     lines = [
-        f"wrote {report.tensors:,} tensors, {report.nbytes:,} bytes, {report.shards} shards in {report.seconds:.1f} s "
-        f"({rate:.0f} MB/s), peak anonymous memory {format_bytes(report.peak)}"
+        f"wrote {counted(report.tensors, 'tensor')}, {report.nbytes:,} bytes, {counted(report.shards, 'shard')} in "
+        f"{report.seconds:.1f} s ({rate:.0f} MB/s), peak anonymous memory {format_bytes(report.peak)}"
     ]
     return "\n".join(lines + [f"not in the checkpoint: {text}" for text in report.left_out])
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from convert.plan import Leaf, Plan
 from convert.sizes import format_bytes
+from dspark_jax._words import counted
 
 
 def array_entries(plan: Plan) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -74,10 +75,11 @@ def describe_plan(plan: Plan) -> str:
     rows.append(("total", f"{plan.used:,}", f"{sum(v for _, v, _ in by_format.values()):,}", f"{plan.nbytes:,}"))
     widths = [max(len(r[i]) for r in rows) for i in range(4)]
     table = ["  ".join([r[0].ljust(widths[0]), *(r[i].rjust(widths[i]) for i in (1, 2, 3))]) for r in rows]
-    lines = [f"source: {tensors:,} tensors, {plan.source_bytes:,} bytes", *table]
+    lines = [f"source: {counted(tensors, 'tensor')}, {plan.source_bytes:,} bytes", *table]
     for (pattern, reason), (count, size) in plan.skipped.items():
-        lines.append(f"skipped: {count:,} tensors, {size:,} bytes: {pattern} ({reason})")
+        lines.append(f"skipped: {counted(count, 'tensor')}, {size:,} bytes: {pattern} ({reason})")
     split = f", {len(plan.parts)} of them in parts" if plan.parts else ""
-    lines.append(f"{len(plan.leaves):,} arrays{split} in {len(plan.batches):,} batches")
+    batches = counted(len(plan.batches), "batch", "batches")
+    lines.append(f"{counted(len(plan.leaves), 'array')}{split} in {batches}")
     lines.append(f"expected peak of anonymous memory: {format_bytes(plan.memory)}")
     return "\n".join(lines)

@@ -40,7 +40,15 @@ def choose(kernels: Kernels, work: Work, tokens: int, *arrays: Array) -> tuple[F
 
     The device is that of the arrays, and under `jax.jit` the default one. Without a GPU the loops are the best choice
     even for a step: gathering the selected keys took 1.2 to 1.4 of their time on a CPU.
+
+    Raises:
+      NotImplementedError: the form that is named does not do such work.
     """
+    if kernels.attention == "mosaic" and work != "dense":
+        raise NotImplementedError(
+            "Kernels(attention='mosaic') has no block-sparse form, and this layer of the target is block-sparse: name "
+            "'triton', or None for the best form of each layer."
+        )
     if kernels.attention is not None:
         return (kernels.attention,)
     if device_of(*arrays).platform != "gpu":

@@ -25,19 +25,22 @@ class Kernels:
         take the loops.
       sampling: `filter_floors`, for the filters of sampling, and `markov_draw`, for drafts of a Markov head; have no
         "mosaic" form. "xla": a search without a sort, `dspark_jax.sampling.search_floors`, and `sampling.draft` alone.
-      rotation: `rotate_heads`, between the projections and attention; has no "triton" form. "xla", as long as nobody
-        has measured the kernel: norms, rotation and the writes into the caches as XLA fuses them.
+      routing: `choose_experts`, for up to 1,024 rows, and how `grouped_experts` makes its lists, for up to 512 choices;
+        has no "mosaic" form. "xla": several small kernels, as XLA fuses them.
+      rotation: `rotate_heads`, between the projections and attention; has no "triton" form. "xla": norms, rotation and
+        the writes into the caches as XLA fuses them.
     """
 
     linear: Implementation | None = None
     experts: Implementation | None = None
     attention: Implementation | None = None
     sampling: Literal["triton", "xla"] | None = None
-    rotation: Literal["mosaic", "xla"] | None = "xla"
+    routing: Literal["triton", "xla"] | None = None
+    rotation: Literal["mosaic", "xla"] | None = None
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            known = {"sampling": ("triton", "xla"), "rotation": ("mosaic", "xla")}.get(
+            known = {"sampling": ("triton", "xla"), "routing": ("triton", "xla"), "rotation": ("mosaic", "xla")}.get(
                 field.name, ("mosaic", "triton", "xla")
             )
             if (value := getattr(self, field.name)) not in (None, *known):
@@ -47,7 +50,7 @@ class Kernels:
     @classmethod
     def xla(cls) -> "Kernels":
         """No kernels at all."""
-        return cls(linear="xla", experts="xla", attention="xla", sampling="xla", rotation="xla")
+        return cls(linear="xla", experts="xla", attention="xla", sampling="xla", routing="xla", rotation="xla")
 
 
 def first_that_serves[Form, Result](forms: tuple[Form, ...], run: Callable[[Form], Result]) -> Result:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dspark_jax._words import counted
 from dspark_jax.checkpoint import Model
 from dspark_jax.generate_config import GenerateConfig
 from dspark_jax.measurement_programs import generate_in_parts
@@ -139,7 +140,7 @@ def measure(
         without a full-length step, or what `generate` raises.
     """
     if len(seeds) != len(prompts):
-        raise ValueError(f"{len(seeds)} seeds for {len(prompts)} prompts; give one each")
+        raise ValueError(f"{counted(len(seeds), 'seed')} for {counted(len(prompts), 'prompt')}; give one each")
     if config.draft == "none" or model.drafter is None:
         raise ValueError("acceptance needs drafts: a model with a drafter, and a config whose draft is not 'none'")
     if config.confidence_threshold > 0:
@@ -163,7 +164,8 @@ def measure(
     prompt, accepted, expected = (np.concatenate(parts) for parts in zip(*steps, strict=True))
     if not len(accepted):
         raise ValueError(
-            f"no step verified {drafts} drafts: max_new_tokens {config.max_new_tokens} is too small, or texts end early"
+            f"no step verified {counted(drafts, 'draft')}: max_new_tokens {config.max_new_tokens} is too small, or "
+            "texts end early"
         )
     return Measurement(
         num_draft_tokens=drafts,

@@ -10,8 +10,9 @@ from jaxtyping import Array, Float, Int
 
 from dspark_jax import formats
 from dspark_jax.config import TargetConfig
+from dspark_jax.kernels import first_that_serves
 from dspark_jax.layers import Scope, SwigluMLP
-from pallas_kernels import grouped_experts
+from pallas_kernels import choose_experts, grouped_experts
 
 
 class Router(nnx.Module):
@@ -22,17 +23,25 @@ class Router(nnx.Module):
         self.weight = scope.param("weight", shape, ("experts", "embed"), scale=config.hidden_size**-0.5)
         self.bias = scope.param("bias", shape[:1], ("experts",), scale=0.1)
         self.top_k = config.num_experts_per_token
+        self.kernels = scope.kernels
 
     def __call__(self, x: Float[Array, "N H"]) -> tuple[Int[Array, "N k"], Float[Array, "N k"]]:
         """-> experts (the lower index wins a tie) and their weights, which sum to 1."""
-        logits = formats.linear(x.astype(jnp.float32), self.weight.get_value())
-        scores = jax.nn.sigmoid(logits)
-        biased = scores + self.bias.get_value().astype(jnp.float32)[None, :]
-        _, experts = lax.top_k(biased, self.top_k)
-        chosen = jnp.take_along_axis(scores, experts, axis=-1)
-        # Written out, the sum is part of the kernel that uses the weights, and no reduction by itself.
-        total = functools.reduce(jnp.add, (chosen[:, j] for j in range(self.top_k)))
-        return experts, chosen / total[:, None]
+        weight, bias = self.weight.get_value(), self.bias.get_value()
+
+        def run(in_kernels: bool) -> tuple[Array, Array]:
+            if in_kernels:
+                return choose_experts(x, weight, bias, top_k=self.top_k, implementation="triton")
+            scores = jax.nn.sigmoid(formats.linear(x.astype(jnp.float32), weight))
+            biased = scores + bias.astype(jnp.float32)[None, :]
+            _, experts = lax.top_k(biased, self.top_k)
+            chosen = jnp.take_along_axis(scores, experts, axis=-1)
+            # Written out, the sum is part of the kernel that uses the weights, and no reduction by itself.
+            total = functools.reduce(jnp.add, (chosen[:, j] for j in range(self.top_k)))
+            return experts, chosen / total[:, None]
+
+        forms = {None: (True, False), "triton": (True,), "xla": (False,)}
+        return first_that_serves(forms[self.kernels.routing], run)
 
 
 class Experts(nnx.Module):
@@ -49,13 +58,21 @@ class Experts(nnx.Module):
         self.kernels = scope.kernels
 
     def __call__(
-        self, x: Float[Array, "N H"], experts: Int[Array, "N k"], weights: Float[Array, "N k"]
+        self,
+        x: Float[Array, "N H"],
+        experts: Int[Array, "N k"],
+        weights: Float[Array, "N k"],
+        positions: Int[Array, " N"] | None = None,
     ) -> Float[Array, "N H"]:
-        """Weighted sum of each row's experts, float32 [N, H]. An index of `num_experts` or more computes nothing."""
-        stacks = (part.weight.get_value() for part in (self.gate_proj, self.up_proj, self.down_proj))
+        """Weighted sum of each row's experts, float32 [N, H].
+
+        An index of `num_experts` or more computes nothing, and neither does a row at a negative position.
+        """
+        gate, up, down = (part.weight.get_value() for part in (self.gate_proj, self.up_proj, self.down_proj))
         return grouped_experts(
-            x, experts, weights, *stacks, alpha=self.alpha, limit=self.limit, implementation=self.kernels.experts
-        )
+            x, experts, weights, gate, up, down, positions, alpha=self.alpha, limit=self.limit,
+            routing=self.kernels.routing, implementation=self.kernels.experts,
+        )  # fmt: skip
 
 
 class ExpertWeights(nnx.Module):
@@ -86,8 +103,7 @@ class MoE(nnx.Module):
         """-> output, chosen experts, their weights. A token at position -1 is padding and takes no routed expert."""
         rows = x.reshape(-1, x.shape[-1])
         experts, weights = self.router(rows)
-        live = jnp.where(positions.reshape(-1, 1) >= 0, experts, self.experts.num_experts)
-        routed = self.experts(rows, live, weights) * self.routed_scaling
+        routed = self.experts(rows, experts, weights, positions.reshape(-1).astype(jnp.int32)) * self.routed_scaling
         output = (routed + self.shared_expert(rows).astype(jnp.float32)).astype(x.dtype)
         shape = (*x.shape[:-1], experts.shape[-1])
         return output.reshape(x.shape), experts.reshape(shape), weights.reshape(shape)

@@ -7,6 +7,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
+from dspark_jax._words import counted
 from dspark_jax.checkpoint import CheckpointError, Model, load
 from dspark_jax.generate_config import FinishReason, GenerateConfig
 from dspark_jax.generation import prefill, step
@@ -68,7 +69,7 @@ def stream(
         raise ValueError(f"stop_strings must be a list of texts that are not empty, found {stop_strings!r}")
     seeds = range(len(prompts)) if seeds is None else seeds
     if len(seeds) != len(prompts):
-        raise ValueError(f"{len(seeds)} seeds for {len(prompts)} prompts; give one each")
+        raise ValueError(f"{counted(len(seeds), 'seed')} for {counted(len(prompts), 'prompt')}; give one each")
     tokens, lengths = pad_prompts(prompts, buckets, max_width=model.target.config.max_context)
     check_vocabulary(tokens, model.target.config.vocab_size)
     return _events(model, tokens, lengths, list(seeds), params or SamplingParams(), config, tokenizer, stop_strings)

@@ -12,6 +12,7 @@
     rotate_heads         per-head norms, rotary embedding and cache writes of joined projections
     filter_floors        the scores that min-p, top-k and top-p keep, and their mass
     markov_draw          a slot of a block of drafts: Markov bias, law and draw, in two launches
+    choose_experts       router of a mixture of experts: sigmoid scores, the best few, their weights, in two launches
     grouped_experts      a mixture of experts: gate, up, SwiGLU, down and the weighted sum, in bf16, MXFP8 or NVFP4
 
 Implementations, in the order in which `implementation=None` tries them ("mosaic" and "triton" in the order that was
@@ -38,6 +39,7 @@ measured as faster for the format and shape):
                          pairs in multiples of 32
     filter_floors                                          up to 8,388,608 tokens                 bf16, fp16, fp32
     markov_draw                                            bf16 tables; up to 2,097,152 tokens    bf16, fp16, fp32
+    choose_experts                                         bf16 rows, up to 1,024                 bf16, fp16, fp32
     quantized_matmul,    bf16 rows; weights in whole       bf16 rows; every size                  bf16, fp16, fp32
     quantized_matmuls,   tiles, those of a launch in one
     quantized_mlp        format
@@ -59,7 +61,8 @@ one that wraps. What must hold:
     - table entries past a row's pages hold any valid page id;
     - every slot of a page that holds a visible key is finite: let caches start as zeros. Other pages are not looked at.
 
-The log-sum-exp is the natural one of the scaled scores, in float32; -inf (and out 0) where a query sees no key.
+The log-sum-exp is the natural one of the scaled scores, in float32; -inf (and out 0) where a query sees no key. A query
+with a NaN that sees a key has NaN for both, and changes no other query's.
 "mosaic" is fastest when the page table has a multiple of 4 entries a row and a group has 8, 16, 32 or 64 query heads
 (others are padded to the next).
 """
@@ -67,6 +70,7 @@ The log-sum-exp is the natural one of the scaled scores, in float32; -inf (and o
 from pallas_kernels.block_attention.api import block_attention
 from pallas_kernels.block_merge.api import merge_future_block
 from pallas_kernels.block_sparse_decode.api import block_sparse_decode
+from pallas_kernels.choose_experts.api import ExpertChoice, choose_experts
 from pallas_kernels.filter_floors.api import FilterFloors, filter_floors
 from pallas_kernels.grouped_experts.api import grouped_experts
 from pallas_kernels.index_scores.api import index_block_scores, select_blocks
@@ -76,11 +80,13 @@ from pallas_kernels.rotate_heads.api import Heads, rotate_heads
 from pallas_kernels.windowed_decode.api import windowed_decode
 
 __all__ = [
+    "ExpertChoice",
     "FilterFloors",
     "Heads",
     "MarkovDraw",
     "block_attention",
     "block_sparse_decode",
+    "choose_experts",
     "filter_floors",
     "grouped_experts",
     "index_block_scores",

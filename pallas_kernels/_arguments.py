@@ -10,6 +10,13 @@ import jax.numpy as jnp
 FLOAT_DTYPES = ("bfloat16", "float16", "float32")
 
 
+def check_arrays(**arrays: Any) -> None:
+    """Each argument is an array: it has what the other checks look at."""
+    for name, value in arrays.items():
+        if not all(hasattr(value, attribute) for attribute in ("shape", "ndim", "dtype")):
+            raise TypeError(f"{name} must be a JAX or NumPy array, found {type(value).__name__}.")
+
+
 def check_window(window: Any) -> int | None:
     """`window` as a Python int, or None for no window."""
     if window is None:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 Kernel = Callable[..., tuple[jax.Array, jax.Array]]
+FORMS = ("mosaic", "triton", "xla")  # of any function; not every function has all
 _REMEDY = "None takes the best form that serves this call, and 'xla' runs on every device."
 
 
@@ -30,6 +31,9 @@ def choose(function: str, implementation: str | None, builders: Mapping[str, Cal
     passes that on and the automatic choice goes to the next.
     """
     if implementation is not None:
+        if implementation in FORMS and implementation not in builders:
+            forms = " and ".join(map(repr, builders))
+            raise NotImplementedError(f"{function} has no form {implementation!r}, only {forms}. {_REMEDY}")
         if implementation not in builders:
             raise ValueError(
                 f"{function}: unknown implementation {implementation!r}; known: None, {', '.join(map(repr, builders))}."

@@ -50,7 +50,7 @@ def weigh(scores: Any, state: tuple[Any, Any, Any], scale: float, dtype: Any) ->
 def finish(state: tuple[Any, Any, Any]) -> tuple[Any, Any]:
     """Normalised values and the base-2 log-sum-exp; 0 and -inf for rows without a key."""
     values, maximum, total = state
-    seen = total > 0
+    seen = total != 0  # also where a score was NaN
     safe = jnp.where(seen, total, 1.0)
     return values * gpu.along_rows(1.0 / safe, values.shape), jnp.where(seen, maximum + jnp.log2(safe), -jnp.inf)
 

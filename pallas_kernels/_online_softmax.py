@@ -26,9 +26,12 @@ def group_queries(q: jax.Array, kv_heads: int, scale: float) -> jax.Array:
 
 
 def start(grouped: jax.Array) -> Softmax:
-    # Like the queries and not of their shape alone: inside `shard_map` the state of a loop varies as they do.
-    values = jnp.zeros_like(grouped)
-    return Softmax(values, jnp.full_like(values[..., 0], NO_MAXIMUM), values[..., 0])
+    rows = grouped.shape[:-1]
+    return Softmax(
+        jnp.zeros(grouped.shape, jnp.float32),
+        jnp.full(rows, NO_MAXIMUM, jnp.float32),
+        jnp.zeros(rows, jnp.float32),
+    )
 
 
 def add_tile(state: Softmax, grouped: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array) -> Softmax:

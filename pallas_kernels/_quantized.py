@@ -21,6 +21,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import _arguments
+
 FormatName = Literal["mxfp8", "nvfp4"]
 
 
@@ -99,6 +101,7 @@ def take_apart(weight: Any, name: str = "weight") -> Operands:
             "multiply a plain array with jnp.einsum."
         )
     codes, scale = weight.codes, weight.scale
+    _arguments.check_arrays(**{f"{name}.codes": codes, f"{name}.scale": scale})
     dtypes = (str(codes.dtype), str(scale.dtype))
     known = {("float8_e4m3fn", "uint8"): MXFP8, ("uint8", "float8_e4m3fn"): NVFP4}
     if dtypes not in known:
@@ -127,6 +130,7 @@ def _global_scale(weight: Any, form: Format, name: str) -> tuple[Format, Any]:
     if missing:
         raise TypeError(f"{name} is NVFP4 (codes uint8) and lacks {' and '.join(missing)}.")
     scale, op = weight.global_scale, weight.global_scale_op
+    _arguments.check_arrays(**{f"{name}.global_scale": scale})
     if scale.shape != lead or scale.dtype != jnp.float32:
         raise ValueError(f"{name}.global_scale must be float32 {lead}, got {scale.dtype} {scale.shape}.")
     if op not in ("multiply", "divide"):

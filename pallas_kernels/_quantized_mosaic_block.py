@@ -222,59 +222,77 @@ class Block:
     def accumulate(self, piece: Piece) -> jax.Array:
         """This warpgroup's share of the product of a piece: float32 [64, tokens], before the factor."""
         if self.interpret is not None:  # the interpreter knows neither registers as operands of wgmma nor assembly
-            return self.each_step(piece, self.add_step_plainly, gpu.full((gpu.ROWS, self.t.tokens), 0.0))
-
-        def add_step(accumulator: Any, slot: Any, scales: Any, _: None) -> None:
-            form, x = self.p.form, self.s["x"].at[slot]
-            codes, stride = self.s["codes"].at[slot, self.place], self.p.scale_bytes(self.t)
-            # With room for both the next slab is dequantised while this one is multiplied, else one fragment at a time.
-            parts, room = range(form.per_byte), self.registers.room
-            turns = [(slab, p) for slab in range(form.bytes(self.t.step) // fragments.SLAB)
-                     for p in ([parts] if room else [[part] for part in parts])]  # fmt: skip
-            for turn, (slab, some) in enumerate(turns):
-                if turn > 0:
-                    gpu.wait_products(len(parts) if room else 0)
-                made = fragments.weights(form, codes, scales, slab, scale_stride=stride, parts=some)
-                for part, weights in zip(some, made, strict=True):
-                    column = 64 * (len(parts) * slab + part)
-                    gpu.multiply_registers(accumulator, weights, x.at[:, gpu.ds(column, 64)])
-            gpu.wait_products(0)
+            return self.each_step(piece, self.add_plainly, gpu.full((gpu.ROWS, self.t.tokens), 0.0))
 
         def run(accumulator: Any) -> jax.Array:
-            self.each_step(piece, functools.partial(add_step, accumulator), None)
+            self.each_step(piece, functools.partial(self.add_steps, accumulator), None)
             return accumulator[...]
 
         return gpu.with_accumulator(run, (gpu.ROWS, self.t.tokens))
 
-    def each_step(self, piece: Piece, add: Callable[[Any, Any, Any], Any], total: Any) -> Any:
-        """add(slot of the step, its scales, total) -> total, for each step of this warpgroup."""
+    def each_step(self, piece: Piece, add: Callable[[list[Any], Any, Any], Any], total: Any) -> Any:
+        """add([(stage, scales) of each step], total) -> total, for all steps of this warpgroup, some at a time."""
         p, t, s = self.p, self.t, self.s
-        a_step = t.step // p.form.block
+        a_step, own = t.step // p.form.block, p.steps_a_scale // t.split
+        # A stage is let go of a turn or two later: with fewer stages a warpgroup would wait for one that waits for it.
+        slabs = p.form.bytes(t.step) // fragments.SLAB
+        enough = (2 if slabs > 1 or not self.registers.room else 3) * t.split
+        most = t.straight if self.interpret is None and t.stages >= enough else 1
+        straight = next(n for n in range(min(most, own), 0, -1) if own % n == 0)
 
         def copy(number: Any, total: Any) -> Any:
             number = piece.before + number
             scale_slot = modulo(number, t.scale_stages)
             gpu.barrier_wait(s["scale_ready"].at[scale_slot])
 
-            def step(i: Any, total: Any) -> Any:
-                k = i * t.split + self.share
-                slot = modulo(number * p.steps_a_scale + k, t.stages)
-                gpu.barrier_wait(s["ready"].at[slot])
-                scales = s["scale"].at[scale_slot, self.place, :, gpu.ds(k * a_step, a_step)]
-                total = add(slot, scales, total)
-                gpu.barrier_arrive(s["free"].at[slot])
-                return total
+            def some(i: Any, total: Any) -> Any:
+                places = [(i * straight + j) * t.split + self.share for j in range(straight)]
+                return add([
+                    (modulo(number * p.steps_a_scale + k, t.stages),
+                     s["scale"].at[scale_slot, self.place, :, gpu.ds(k * a_step, a_step)]) for k in places
+                ], total)  # fmt: skip
 
-            total = lax.fori_loop(0, p.steps_a_scale // t.split, step, total)
+            total = lax.fori_loop(0, own // straight, some, total)
             gpu.barrier_arrive(s["scale_free"].at[scale_slot])
             return total
 
         return lax.fori_loop(0, piece.end - piece.first, copy, total)
 
-    def add_step_plainly(self, slot: Any, scales: Any, total: jax.Array) -> jax.Array:
+    def add_steps(self, accumulator: Any, steps: list[tuple[Any, Any]], _: None) -> None:
+        """Products of steps in a straight line, which ptxas needs to let those of one run on into the next."""
+        form, free = self.p.form, self.s["free"]
+        # With room for both the next slab is dequantised while this one is multiplied, else one fragment at a time.
+        parts, room = range(form.per_byte), self.registers.room
+        turns = [(slab, p) for slab in range(form.bytes(self.t.step) // fragments.SLAB)
+                 for p in ([parts] if room else [[part] for part in parts])]  # fmt: skip
+        turn, running = 0, []  # stages whose products may be running, and the last turn of each
+        for slot, scales in steps:
+            gpu.barrier_wait(self.s["ready"].at[slot])
+            x, codes = self.s["x"].at[slot], self.s["codes"].at[slot, self.place]
+            for slab, some in turns:
+                if turn > 0:
+                    gpu.wait_products(len(parts) if room else 0)
+                while running and running[0][1] < turn - (1 if room else 0):
+                    gpu.barrier_arrive(free.at[running.pop(0)[0]])
+                made = fragments.weights(
+                    form, codes, scales, slab, scale_stride=self.p.scale_bytes(self.t), parts=some
+                )  # fmt: skip
+                for part, weights in zip(some, made, strict=True):
+                    column = 64 * (len(parts) * slab + part)
+                    gpu.multiply_registers(accumulator, weights, x.at[:, gpu.ds(column, 64)])
+                turn += 1
+            running.append((slot, turn - 1))
+        gpu.wait_products(0)
+        for slot, _turn in running:
+            gpu.barrier_arrive(free.at[slot])
+
+    def add_plainly(self, steps: list[tuple[Any, Any]], total: jax.Array) -> jax.Array:
+        ((slot, scales),) = steps
+        gpu.barrier_wait(self.s["ready"].at[slot])
         weights = plain_weights(self.p.form, self.s["codes"].at[slot, self.place][...], scales[...])
         total += jnp.dot(weights, self.s["x"].at[slot][...].astype(jnp.float32).T)
         gpu.commit_shared()  # ordinary reads, unlike those of wgmma, have to be ordered before the copy engine's writes
+        gpu.barrier_arrive(self.s["free"].at[slot])
         return total
 
     def put_part(self, place: Any, part: jax.Array) -> None:

@@ -26,6 +26,7 @@ class Tiling:
       split: computing warpgroups that share the inputs of a tile.
       scale_stages: copies of scales held in shared memory; one copy serves several steps.
       group: tiles of x that are worked through together before the next ones; 1 keeps x, many keep W in the cache.
+      straight: most steps in a straight line of code, so that the products of one run on into the next.
       unit: inputs by which blocks share the tiles evenly, for one tile of x; one copy of scales serves them. None: a
         block takes whole tiles.
     """
@@ -37,6 +38,7 @@ class Tiling:
     split: int = 1
     scale_stages: int = 3
     group: int = 1
+    straight: int = 1
     unit: int | None = None
 
     def __post_init__(self) -> None:
@@ -57,6 +59,8 @@ class Tiling:
             raise ValueError(f"scale_stages must be at least 2, one to fill and one to use, got {self.scale_stages}.")
         if self.group < 1:
             raise ValueError(f"group must be at least 1 tile of x, got {self.group}.")
+        if self.straight < 1:
+            raise ValueError(f"straight must be at least 1 step, got {self.straight}.")
         if self.unit is not None and (self.unit < 1 or self.unit % (self.step * self.split)):
             raise ValueError(
                 f"unit must be a multiple of step {self.step} times split {self.split}, got {self.unit}: each "

@@ -1,5 +1,6 @@
 """The choice of kernels reaches every module that has one, and each field governs the work it names."""
 
+import dataclasses
 import functools
 
 import generation_cases as cases
@@ -15,7 +16,7 @@ import dspark_jax as ds
 from dspark_jax import checkpoint
 from dspark_jax.attention import Attention, Indexer
 from dspark_jax.layers import Linear
-from dspark_jax.moe import Experts
+from dspark_jax.moe import Experts, Router
 from dspark_jax.speculation import target_law
 
 CONFIG = ds.TargetConfig.from_hf(golden.hf_config("m3-mxfp8-tiny"))
@@ -23,7 +24,9 @@ NAMED = ds.Kernels(linear="triton", experts="mosaic", attention="triton")
 
 
 def modules(model: nnx.Module) -> list:
-    return [node for _, node in nnx.iter_graph(model) if isinstance(node, Linear | Experts | Attention | Indexer)]
+    return [
+        node for _, node in nnx.iter_graph(model) if isinstance(node, Linear | Experts | Router | Attention | Indexer)
+    ]
 
 
 def build(kernels: ds.Kernels | None) -> ds.Model:
@@ -39,7 +42,7 @@ def test_every_module_carries_the_choice(kernels, carried) -> None:
     with cases.unchecked():
         model = build(kernels)
     assert model.drafter is not None
-    assert {type(m) for m in modules(model.target)} == {Linear, Experts, Attention, Indexer}
+    assert {type(m) for m in modules(model.target)} == {Linear, Experts, Router, Attention, Indexer}
     assert len(modules(model.drafter)) > 7
     assert all(m.kernels == carried for m in [*modules(model.target), *modules(model.drafter), model.drafter])
 
@@ -66,6 +69,7 @@ def run(kernels: ds.Kernels) -> None:
         ("linear", "triton", "quantized_matmul"),
         ("experts", "mosaic", "grouped_experts"),
         ("experts", "triton", "grouped_experts"),
+        ("routing", "triton", "choose_experts"),
         ("attention", "triton", "windowed_decode"),  # of the dense layer, which comes first
     ],
 )
@@ -75,6 +79,18 @@ def test_a_named_kernel_is_asked_for(field: str, name: str, function: str) -> No
             run(ds.Kernels(**{field: name}))
         run(ds.Kernels(**{field: "xla"}))
         run(ds.Kernels())
+
+
+@pytest.mark.parametrize("rotation", ["xla", None])
+def test_a_block_sparse_layer_has_no_mosaic_form(rotation) -> None:
+    """Said as of any kernel that cannot serve, wherever the program will run."""
+    config = dataclasses.replace(CONFIG, sparse_layers=(True,) * CONFIG.num_layers)
+    kernels = ds.Kernels(attention="mosaic", rotation=rotation)
+    with cases.unchecked():
+        model = nnx.eval_shape(lambda: ds.MiniMaxTarget(config, kernels=kernels))
+        tokens = jax.ShapeDtypeStruct((1, 4), jnp.int32)
+        with pytest.raises(NotImplementedError, match="layer of the target is block-sparse: name 'triton', or None"):
+            jax.eval_shape(lambda model, t: model(t, t, model.make_cache(1, 64)).logits, model, tokens)
 
 
 def test_a_mesh_of_several_devices_takes_no_kernels() -> None:
@@ -101,9 +117,10 @@ def test_an_unknown_name_is_refused(field: str) -> None:
         ds.Kernels(**{field: "cuda"})
 
 
-def test_the_filters_have_no_mosaic_form() -> None:
-    with cases.unchecked(), pytest.raises(ValueError, match="sampling must be None, 'triton' or 'xla', found 'mosaic'"):
-        ds.Kernels(sampling="mosaic")  # pyright: ignore[reportArgumentType]
+@pytest.mark.parametrize("field", ["sampling", "routing"])
+def test_filters_and_routing_have_no_mosaic_form(field: str) -> None:
+    with cases.unchecked(), pytest.raises(ValueError, match=f"{field} must be None, 'triton' or 'xla', found 'mosaic'"):
+        ds.Kernels(**{field: "mosaic"})  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="the kernel can serve there")

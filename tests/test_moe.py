@@ -1,6 +1,7 @@
 """Router and experts against loops in numpy float64."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from golden import hf_config
 
 from dspark_jax import formats, moe
 from dspark_jax.config import TargetConfig
+from dspark_jax.kernels import Kernels
 from dspark_jax.layers import Scope
 from dspark_jax.moe import MoE
 from pallas_kernels.grouped_experts import xla
@@ -25,10 +27,10 @@ def config(**changes) -> TargetConfig:
     return dataclasses.replace(TargetConfig.from_hf(hf_config("m3-mxfp8-tiny")), **SMALL | changes)
 
 
-def make(c: TargetConfig, kind: str = "bf16") -> MoE:
+def make(c: TargetConfig, kind: str = "bf16", kernels: Kernels | None = None) -> MoE:
     paths = {f"moe/experts/{part}/weight": kind for part in ("gate_proj", "up_proj", "down_proj")}
     router = {"moe/router/weight": "f32", "moe/router/bias": "f32"}
-    return MoE(Scope("moe", {**paths, **router}, jax.random.key(0)), c)
+    return MoE(Scope("moe", {**paths, **router}, jax.random.key(0), kernels or Kernels()), c)
 
 
 def rows(count: int, size: int, seed: int = 1) -> np.ndarray:
@@ -218,6 +220,41 @@ def test_router_tie_goes_to_the_lower_expert():
     experts, weights = m.router(jnp.asarray(rows(2, 64)))
     np.testing.assert_array_equal(experts, [[1, 2, 3]] * 2)
     np.testing.assert_allclose(weights, np.full((2, 3), 1 / 3), atol=1e-6)
+
+
+def test_the_kernel_is_asked_for_and_gives_the_choice(monkeypatch):
+    """With the form for any device in the kernel's place."""
+    asked, real = [], moe.choose_experts
+
+    def through_xla(*inputs, implementation, mutant=False, **static):
+        asked.append(implementation)
+        x, weight, bias = inputs
+        return real(x, weight, bias * jnp.float32(not mutant), implementation="xla", **static)
+
+    m = make(config(), kernels=Kernels(routing=None))
+    check_router(m, jnp.asarray(rows(1000, 64)))  # no kernel serves a CPU
+    monkeypatch.setattr(moe, "choose_experts", through_xla)
+    check_router(m, jnp.asarray(rows(1000, 64)))
+    assert asked == ["triton"]
+    monkeypatch.setattr(moe, "choose_experts", functools.partial(through_xla, mutant=True))
+    with pytest.raises(AssertionError):
+        check_router(m, jnp.asarray(rows(1000, 64)))
+    check_router(make(config(), kernels=Kernels(routing="xla")), jnp.asarray(rows(1000, 64)))
+    assert asked == ["triton"] * 2
+
+
+def test_lists_are_made_as_the_model_says(monkeypatch):
+    asked, real = [], moe.grouped_experts
+
+    def spy(*inputs, routing, **static):
+        asked.append(routing)
+        return real(*inputs, **static)
+
+    monkeypatch.setattr(moe, "grouped_experts", spy)
+    for routing in ("xla", None):
+        c = config()
+        check_moe(make(c, kernels=Kernels(routing=routing)), c)
+    assert asked == ["xla", None]
 
 
 # The whole ----------------------------------------------------------------------------------------------------------

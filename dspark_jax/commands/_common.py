@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+from dspark_jax._words import counted
 from dspark_jax.stats import AcceptanceStats
 
 
@@ -29,7 +30,7 @@ def quoted(text: str, most: int = 12) -> str:
     """A prompt as it is shown: each line behind "> ", the first ones of a long prompt left out."""
     lines = text.split("\n")
     left_out = len(lines) - most
-    above = [f"> ... {left_out} more line{'s' * (left_out > 1)} above ..."] if left_out > 0 else []
+    above = [f"> ... {counted(left_out, 'more line')} above ..."] if left_out > 0 else []
     return "\n".join([*above, *(f"> {line}" for line in lines[-most:])])
 
 
@@ -39,9 +40,10 @@ def describe(stats: AcceptanceStats) -> str:
     if not s["num_draft_tokens"]:
         return "no draft was verified" if stats.acceptance_histogram.shape[-1] > 1 else ""
     rates = "  ".join(f"{rate:.2f}" for rate in s["acceptance_rate_per_position"])
+    drafts, steps = counted(s["num_draft_tokens"], "draft"), counted(s["num_spec_steps"], "step")
     return (
-        f"acceptance length   {s['mean_acceptance_length']:.2f} tokens a verify step ({s['num_accepted_draft_tokens']} "
-        f"of {s['num_draft_tokens']} drafts accepted in {s['num_spec_steps']} steps)\n"
+        f"acceptance length   {s['mean_acceptance_length']:.2f} tokens a verify step "
+        f"({s['num_accepted_draft_tokens']:,} of {drafts} accepted in {steps})\n"
         f"accepted by slot    {rates}  of the steps that drafted it; the end of a text may shorten a block\n"
         f"steps by accepted   {'  '.join(map(str, s['acceptance_histogram']))}"
     )

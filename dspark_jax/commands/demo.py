@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 from dspark_jax._version import __version__
+from dspark_jax._words import counted
 from dspark_jax.commands._common import cache_folder, describe, quoted, use_compilation_cache
 from dspark_jax.generate_config import GenerateConfig
 
@@ -72,8 +73,8 @@ def run(options: argparse.Namespace) -> int:
     print(f"tokens a verify step {emitted:.2f} in the text, whose end cuts the last block")
     batches = [(*ds.pad_prompts([p]), ds.request_keys([options.seed + i])) for i, p in enumerate(prompts)]
     print(
-        f"\n--- speed: the same {len(prompts)} prompts one after another, {options.max_new_tokens} tokens each, "
-        f"median of {_REPEATS} runs, compiled before",
+        f"\n--- speed: the same {counted(len(prompts), 'prompt')} one after another, "
+        f"{counted(options.max_new_tokens, 'token')} each, median of {_REPEATS} runs, compiled before",
         flush=True,
     )
     generate = jax.jit(ds.generate, static_argnames="config")
@@ -85,7 +86,10 @@ def run(options: argparse.Namespace) -> int:
             times.append(time.perf_counter() - start)
             if repeat == 0:
                 tokens, steps = sum(int(o.lengths[0]) for o in outs), sum(int(o.stats.num_steps[0]) for o in outs)
-                print(f"{_NAMES[config.draft]:<12}{tokens} tokens in {steps} target forwards", flush=True)
+                print(
+                    f"{_NAMES[config.draft]:<12}{counted(tokens, 'token')} in {counted(steps, 'target forward')}",
+                    flush=True,
+                )
     rates = {c: len(prompts) * options.max_new_tokens / statistics.median(t[1:]) for c, t in seconds.items()}
     print("   ".join(f"{_NAMES[c.draft]} {rate:.0f} tokens/s" for c, rate in rates.items()))
     print(f"speculative / plain on this machine: {rates[speculative] / rates[plain]:.2f}")

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from dspark_jax._words import counted
 from dspark_jax.commands._common import token_ids, use_compilation_cache
 from dspark_jax.generate_config import VERIFY_METHODS, GenerateConfig
 
@@ -126,9 +127,9 @@ def run(options: argparse.Namespace) -> int:
     with Programs() as programs:
         for config in configs:
             programs.order(arguments, config)
-        print(
-            f"{len(prompts)} prompts, {options.passes} passes, {len(configs)} rows, {len(programs)} programs to compile"
-        )
+        sizes = [counted(len(prompts), "prompt"), counted(options.passes, "pass", "passes")]
+        sizes += [counted(len(configs), "row"), counted(len(programs), "program") + " to compile"]
+        print(", ".join(sizes))
         print(HEAD, flush=True)
         bar = tqdm(configs, unit="row", disable=None)  # None: silent unless stderr is a terminal
         for config in bar:
@@ -141,7 +142,7 @@ def run(options: argparse.Namespace) -> int:
     print("Steps that the end of the budget shortens are left out.")
     if (few := min(row["num_prompts"] for row in rows)) < FEWEST_PROMPTS:
         print(
-            f"Only {few} prompt{'s' * (few > 1)}: steps of one prompt are alike, so "
+            f"Only {counted(few, 'prompt')}: steps of one prompt are alike, so "
             + ("± cannot be told" if few == 1 else "± is a guess itself, mostly too small")
             + f"; give {FEWEST_PROMPTS} prompts or more."
         )

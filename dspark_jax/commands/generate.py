@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 
+from dspark_jax._words import counted
 from dspark_jax.commands._common import describe, quoted, token_ids, use_compilation_cache
 from dspark_jax.generate_config import DRAFT_METHODS, VERIFY_METHODS, FinishReason, GenerateConfig
 
@@ -152,7 +153,7 @@ def _report(events, options: argparse.Namespace, tokenizer, given: list) -> int:
             print(prompt, file=sys.stderr, flush=True)
             print(f"[{i}] {piece}", flush=True)
     lines = describe(stats)
-    print(f"\n{sum(map(len, tokens))} tokens, finished by {', '.join(reasons)}", file=sys.stderr)
+    print(f"\n{counted(sum(map(len, tokens)), 'token')}, finished by {', '.join(reasons)}", file=sys.stderr)
     print(clock.describe(), file=sys.stderr)
     if lines:
         print(lines, file=sys.stderr)
@@ -177,4 +178,4 @@ class _Clock:
         count = sum(c for _, c in self.events[2:])
         if not count:
             return f"{before}; too short a text to measure the speed"
-        return f"{before}; then {count / (end - ready):.1f} tokens/s over {len(self.events) - 2} steps"
+        return f"{before}; then {count / (end - ready):.1f} tokens/s over {counted(len(self.events) - 2, 'step')}"

@@ -7,6 +7,8 @@ import json
 import math
 from pathlib import Path
 
+from dspark_jax._words import counted
+
 # Bytes of one parameter, scales included.
 _BYTES = {"bf16": 2.0, "f32": 4.0, "mxfp8": 1 + 1 / 32, "nvfp4": 1 / 2 + 1 / 16}
 
@@ -53,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
         for kind, (arrays, parameters, size) in sorted(parts[name].items()):
             print(f"  {kind:<6}{arrays:>6} arrays {parameters / 1e6:>14,.3f} M parameters {size / 1e6:>14,.3f} MB")
     for entry in layout.record.get("skipped", []):
-        print(f"\nskipped {entry.get('count', '')} tensors: {entry['reason']}")
+        print(f"\nskipped {counted(entry['count'], 'tensor') if 'count' in entry else 'tensors'}: {entry['reason']}")
     if options.arrays:
         print()
         for path, entry in layout.arrays.items():

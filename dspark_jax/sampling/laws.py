@@ -8,6 +8,7 @@ import math
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 from jax.nn import logsumexp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -226,7 +227,9 @@ def _residual_mass(
     mass = -rho * jnp.expm1(log_p_draft[:, 1:])
     if log_q is not None:
         excess = rho[..., None] * jnp.exp(log_p[:, 1:-1]) - jnp.exp(log_q[:, 1:])
-        general = jnp.sum(jnp.maximum(excess, 0.0), axis=-1)
+        # A GPU sums a row in two kernels. Without the barrier the second one would be part of what follows, where one
+        # thread a slot does it.
+        general = lax.optimization_barrier(jnp.sum(jnp.maximum(excess, 0.0), axis=-1))
         mass = general if proposal_valid is None else jnp.where(proposal_valid[:, None], general, mass)
     return jnp.concatenate([mass, jnp.zeros_like(log_rho[:, :1])], axis=1)
 

@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels import _arguments, _dispatch
@@ -49,6 +50,9 @@ def block_attention(
       NotImplementedError: the named implementation cannot serve this call; the message says why. Or the call is
         differentiated through a kernel: only "xla" has a derivative.
     """
+    _arguments.check_arrays(
+        q=q, k_block=k_block, v_block=v_block, k_pages=k_pages, v_pages=v_pages, page_table=page_table, q_start=q_start
+    )
     _arguments.check_queries(q)
     _arguments.check_pages(q, k_pages, v_pages, page_table)
     _arguments.check_block(q, k_block, v_block)
@@ -77,4 +81,4 @@ def block_attention(
         implementation,
         {"mosaic": mosaic, "triton": triton_form, "xla": lambda: functools.partial(block_attention_xla, **static)},
     )
-    return run(q, k_block, v_block, k_pages, v_pages, page_table, q_start)
+    return run(*map(jnp.asarray, (q, k_block, v_block, k_pages, v_pages, page_table, q_start)))

@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
 from pallas_kernels import _arguments, _dispatch
@@ -41,6 +42,7 @@ def merge_future_block(
       NotImplementedError: the named implementation cannot serve this call; the message says why. Or the call is
         differentiated through a kernel: only "xla" has a derivative.
     """
+    _arguments.check_arrays(out=out, lse=lse, q=q, k_block=k_block, v_block=v_block)
     _arguments.check_queries(q)
     _arguments.check_partial(q, out, lse)
     _arguments.check_block(q, k_block, v_block)
@@ -63,4 +65,4 @@ def merge_future_block(
         implementation,
         {"mosaic": mosaic, "triton": triton_form, "xla": lambda: functools.partial(merge_future_block_xla, **static)},
     )
-    return run(out, lse, q, k_block, v_block)
+    return run(*map(jnp.asarray, (out, lse, q, k_block, v_block)))

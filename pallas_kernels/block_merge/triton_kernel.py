@@ -36,7 +36,7 @@ def merge_future_block(
     ahead = key[None, :] - query[:, None]
     visible = exists[None, :] & (ahead > 0) & (ahead < REACH)
     values, maximum, total = add_tile(q, k, v, visible, values, maximum, total, SCALE_LOG2)
-    seen = total > 0
+    seen = total != 0  # also where a score was NaN
     safe = tl.where(seen, total, 1.0)
     merged = (values / safe[:, None]).to(new_out_ptr.dtype.element_ty)
     tl.store(new_out_ptr + at[:, None] * DIM + dim[None, :], merged, mask=mask)

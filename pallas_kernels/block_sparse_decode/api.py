@@ -51,6 +51,9 @@ def block_sparse_decode(
 
     Source: the sparse attention of MiniMax-M3 (`sparse_attention_config` of its config.json).
     """
+    _arguments.check_arrays(
+        q=q, k_pages=k_pages, v_pages=v_pages, page_table=page_table, block_ids=block_ids, q_start=q_start
+    )
     _arguments.check_queries(q)
     _arguments.check_pages(q, k_pages, v_pages, page_table)
     _arguments.check_rows(q, q_start=q_start)

@@ -107,7 +107,7 @@ def attend(
         visible = selected[:, None] & (offset < BLOCK)[None, :] & ((first + offset)[None, :] <= q_position[:, None])
         values, maximum, total = add_tile(q, k, v, visible, values, maximum, total, SCALE_LOG2)
 
-    seen = total > 0
+    seen = total != 0  # also where a score was NaN
     safe = tl.where(seen, total, 1.0)
     values = values / safe[:, None]
     lse = tl.where(seen, maximum + tl.log2(safe), float("-inf"))

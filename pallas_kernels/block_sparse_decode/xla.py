@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels._online_softmax import Softmax, add_tile, finish, group_queries, start
+from pallas_kernels._varying import varying_like
 
 
 def block_sparse_decode_xla(
@@ -44,7 +45,8 @@ def block_sparse_decode_xla(
 
     # Recomputing each step in the derivative keeps its memory bounded too.
     loop = jax.checkpoint(step, prevent_cse=False)
-    out, lse = finish(lax.scan(loop, start(grouped), jnp.moveaxis(block_ids, -1, 0))[0], q.dtype)
+    state = varying_like(start(grouped), grouped, k_pages, v_pages, page_table, block_ids, q_start)
+    out, lse = finish(lax.scan(loop, state, jnp.moveaxis(block_ids, -1, 0))[0], q.dtype)
     return out.reshape(q.shape), lse.reshape(q.shape[:3])
 
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from pallas_kernels import _dispatch
+from pallas_kernels import _arguments, _dispatch
 from pallas_kernels.filter_floors.reference import filter_floors_reference
 
 
@@ -59,6 +59,10 @@ def filter_floors(
       NotImplementedError: the named implementation cannot serve this call; the message says why. Or the call is
         differentiated through a kernel.
     """
+    _arguments.check_arrays(
+        logits=logits, inverse_temperature=inverse_temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+        find_best=find_best,
+    )  # fmt: skip
     if logits.ndim != 3 or 0 in logits.shape:
         raise ValueError(f"logits must be [B, N, V] with no empty axis, got {logits.shape}.")
     if logits.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
@@ -84,4 +88,5 @@ def filter_floors(
         return filter_floors_reference
 
     run: Any = _dispatch.choose("filter_floors", implementation, {"triton": triton_form, "xla": xla_form})
-    return FilterFloors(*run(logits, inverse_temperature, top_k, top_p, min_p, find_best))
+    arrays = map(jnp.asarray, (logits, inverse_temperature, top_k, top_p, min_p, find_best))
+    return FilterFloors(*run(*arrays))

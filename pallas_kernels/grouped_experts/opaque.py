@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 
 def opaque(kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """`kernel(x, experts, weights, gate, up, down)` as something that XLA cannot look into."""
+    """`kernel(x, experts, weights, positions, gate, up, down)` as something that XLA cannot look into."""
 
     def kernel_without_derivative(*args: Any) -> jax.Array:
         return folded(*args)
@@ -20,13 +20,13 @@ def opaque(kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     @folded.def_vmap
     def fold(axis_size: int, batched: list[Any], *args: Any) -> tuple[jax.Array, bool]:
         *rows, gate, up, down = args
-        if any(jax.tree.leaves(batched[3:])):
+        if any(jax.tree.leaves(batched[4:])):
             raise NotImplementedError("grouped_experts: a kernel maps over rows, not over stacks of experts.")
         rows = [
             a if is_batched else jnp.broadcast_to(a[None], (axis_size, *a.shape))
-            for a, is_batched in zip(rows, batched[:3], strict=True)
+            for a, is_batched in zip(rows, batched[:4], strict=True)
         ]
-        out = folded(*(a.reshape(-1, a.shape[-1]) for a in rows), gate, up, down)
+        out = folded(*(a.reshape(-1, *a.shape[2:]) for a in rows), gate, up, down)
         return out.reshape(axis_size, -1, out.shape[-1]), True
 
     guarded = jax.custom_jvp(kernel_without_derivative)
@@ -38,6 +38,19 @@ def opaque(kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         )
 
     return guarded
+
+
+def masked(form: Callable[..., jax.Array], num_experts: int) -> Callable[..., jax.Array]:
+    """`form(x, experts, weights, *stacks)` with positions before the stacks: padding chooses no expert."""
+
+    def run(x: jax.Array, experts: jax.Array, weights: jax.Array, positions: jax.Array, *stacks: Any) -> jax.Array:
+        return form(x, without_padding(experts, positions, num_experts), weights, *stacks)
+
+    return run
+
+
+def without_padding(experts: jax.Array, positions: jax.Array, num_experts: int) -> jax.Array:
+    return jnp.where(positions[:, None] >= 0, experts, num_experts)
 
 
 def combine(outputs: jax.Array, places: jax.Array, live: jax.Array, weights: jax.Array) -> jax.Array:

@@ -11,7 +11,7 @@ from pallas_kernels import _dispatch
 from pallas_kernels._quantized import Format
 from pallas_kernels._quantized_triton import reorder
 from pallas_kernels._triton import require_triton
-from pallas_kernels.grouped_experts.opaque import combine, opaque
+from pallas_kernels.grouped_experts.opaque import combine, masked, opaque
 from pallas_kernels.grouped_experts.problem import Problem
 from pallas_kernels.grouped_experts.routing import exists, most_tiles, route
 from pallas_kernels.grouped_experts.stacks import Stack
@@ -32,7 +32,7 @@ def build(problem: Problem, device: Any) -> Any:
 @functools.cache  # and so traced and lowered once for all layers of a model
 def _program(problem: Problem, tile: int, tunings: tuple[Tuning, Tuning], float8: bool) -> Any:
     run = functools.partial(grouped_experts_triton, problem=problem, tile=tile, tunings=tunings, float8=float8)
-    return opaque(jax.jit(run))
+    return opaque(jax.jit(masked(run, problem.experts)))
 
 
 def plan(problem: Problem, tile: int) -> tuple[Tuning, Tuning]:

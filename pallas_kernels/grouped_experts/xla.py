@@ -6,6 +6,7 @@ from jax import lax
 
 from pallas_kernels._activations import swiglu_oai
 from pallas_kernels._quantized import Format
+from pallas_kernels._varying import varying_like
 from pallas_kernels.grouped_experts import stacks
 from pallas_kernels.grouped_experts.routing import route
 from pallas_kernels.grouped_experts.stacks import Stack
@@ -57,5 +58,5 @@ def grouped_experts_xla(
 
         return lax.cond(expert >= 0, add, lambda total: total, total), None
 
-    total = jnp.zeros_like(x, jnp.float32)
+    total = varying_like(jnp.zeros(x.shape, jnp.float32), x, experts, weights, gate, up, down)
     return lax.scan(step, total, (routing.expert, routing.pairs))[0]

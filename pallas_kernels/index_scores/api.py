@@ -31,7 +31,8 @@ def index_block_scores(
       implementation: None for the best one for this device, or "triton", "xla".
 
     Returns:
-      Scores, -inf where the query sees no key of the block.
+      Scores, -inf where the query sees no key of the block. Where it sees a NaN the score is a NaN, or is that of the
+      other keys: by implementation.
 
     Raises:
       TypeError, ValueError: an argument does not fit.
@@ -40,6 +41,7 @@ def index_block_scores(
 
     Source: the indexer of MiniMax-M3 (`sparse_score_type` "max" of its config.json).
     """
+    _arguments.check_arrays(q=q, k=k, positions=positions)
     _arguments.check_queries(q)
     if k.ndim != 3 or k.shape[0] != q.shape[0] or k.shape[2] != q.shape[3] or k.shape[1] == 0:
         raise ValueError(f"k must be [B, S, I] = [{q.shape[0]}, S >= 1, {q.shape[3]}] for q {q.shape}, got {k.shape}.")
@@ -59,7 +61,7 @@ def index_block_scores(
         return lambda *args: (xla.index_block_scores_xla(*args, block_size=block_size), positions)
 
     run = _dispatch.choose("index_block_scores", implementation, {"triton": triton_form, "xla": xla_form})
-    return run(q, k, positions)[0]
+    return run(*map(jnp.asarray, (q, k, positions)))[0]
 
 
 def select_blocks(
@@ -75,6 +77,9 @@ def select_blocks(
     The query's own block, `positions // block_size`, always comes first and counts among the `top_k`; blocks behind it
     are not visible, nor is anything to a query at position -1. The lower block wins a tie.
 
+    A score of +inf is a block that has to be kept: such blocks come next after the query's own, and where there are
+    more than places the lower ones are kept. A NaN counts as -inf: the block is not selected and takes no place.
+
     Args:
       scores: see `index_block_scores`.
       positions: of the queries.
@@ -86,6 +91,7 @@ def select_blocks(
       TypeError, ValueError: an argument does not fit.
       NotImplementedError: the named implementation cannot serve this call; the message says why.
     """
+    _arguments.check_arrays(scores=scores, positions=positions)
     if scores.ndim != 4 or 0 in scores.shape or scores.dtype != jnp.float32:
         raise ValueError(
             f"scores must be float32 [B, K, N, blocks] with no empty axis, got {scores.dtype} {scores.shape}."
@@ -105,7 +111,7 @@ def select_blocks(
         return lambda scores, positions: (select(scores, positions), positions)
 
     run = _dispatch.choose("select_blocks", implementation, {"triton": triton_form, "xla": xla_form})
-    return run(scores, positions)[0]
+    return run(jnp.asarray(scores), jnp.asarray(positions))[0]
 
 
 def _check_positions(positions: Any, expected: tuple[int, ...]) -> None:

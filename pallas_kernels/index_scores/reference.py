@@ -17,8 +17,9 @@ def select_blocks_reference(
     scores: Float32[Array, "B K N blocks"], positions: Int32[Array, "B K"], *, block_size: int, top_k: int
 ) -> Int32[Array, "B K N top_k"]:
     own = (positions // block_size)[:, :, None, None]
-    block = jnp.arange(scores.shape[3], dtype=jnp.int32)[None, None, None]
-    forced = jnp.where(block == own, jnp.inf, jnp.where(block < own, scores, -jnp.inf))
-    order = jnp.argsort(-forced, axis=-1, stable=True)[..., :top_k].astype(jnp.int32)
-    kept = jnp.where(jnp.take_along_axis(forced, order, axis=-1) > -jnp.inf, order, -1)
+    block = jnp.broadcast_to(jnp.arange(scores.shape[3], dtype=jnp.int32)[None, None, None], scores.shape)
+    visible = (block == own) | ((block < own) & (scores > -jnp.inf))  # no NaN is larger than anything
+    # The last key counts most: what is visible, then the query's own block, then the score, then the lower number.
+    order = jnp.lexsort((-scores, block != own, ~visible), axis=-1)[..., :top_k].astype(jnp.int32)
+    kept = jnp.where(jnp.take_along_axis(visible, order, axis=-1), order, -1)
     return jnp.pad(kept, ((0, 0),) * 3 + ((0, top_k - kept.shape[3]),), constant_values=-1)

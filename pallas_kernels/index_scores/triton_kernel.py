@@ -57,10 +57,11 @@ def select(
     own = tl.where(position >= 0, position // BLOCK, -1)
     block = tl.arange(0, BLOCKS_PADDED)
     score = tl.load(scores_ptr + at * BLOCKS + block, mask=(block < own) & (block < BLOCKS), other=float("-inf"))
-    score = tl.where((block == own) & (block < BLOCKS), float("inf"), score)
+    score = tl.where(score == score, tl.where(score == 0.0, 0.0, score), float("-inf"))  # -0 is 0, NaN is nothing
     # One integer orders by score, then by the lower block: a float's bits, made to ascend, above those of the block.
     bits = score.to(tl.int32, bitcast=True)
     ascending = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    ascending = tl.where((block == own) & (block < BLOCKS), 0x7FFFFFFF, ascending)  # above +inf
     nothing: tl.constexpr = -0x7F800001  # of -inf
     rank = (ascending.to(tl.int64) << 32) | (0x7FFFFFFF - block).to(tl.int64)
     place = tl.arange(0, TOP_K_PADDED)

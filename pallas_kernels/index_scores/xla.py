@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels._varying import varying_like
+
 KEYS_PER_STEP = 1024
 
 
@@ -30,16 +32,20 @@ def index_block_scores_xla(
         return lax.dynamic_update_slice_in_dim(blocks, scores_of(start), start // block_size, axis=-1)
 
     seen = jnp.minimum(jnp.max(positions) // chunk + 1, -(-slots // chunk))
-    return lax.fori_loop(
-        0, seen, step, jnp.full_like(q, -jnp.inf, jnp.float32, shape=(*q.shape[:3], slots // block_size))
-    )
+    nothing = jnp.full((*q.shape[:3], slots // block_size), -jnp.inf, jnp.float32)
+    return lax.fori_loop(0, seen, step, varying_like(nothing, q, k, positions))
 
 
 def select_blocks_xla(scores: jax.Array, positions: jax.Array, *, block_size: int, top_k: int) -> jax.Array:
     own = (positions // block_size)[:, :, None, None]
-    block = jnp.arange(scores.shape[3], dtype=jnp.int32)[None, None, None]
-    # -1 // block_size is -1: nothing is visible to padding.
-    forced = jnp.where(block == own, jnp.inf, jnp.where(block < own, scores, -jnp.inf))
-    best, kept = lax.top_k(forced, min(top_k, scores.shape[3]))
+    blocks = scores.shape[3]
+    # -1 // block_size is -1: nothing is visible to padding. A comparison with NaN is false.
+    block = jnp.arange(blocks, dtype=jnp.int32)[None, None, None]
+    scores = jnp.where(scores == 0, jnp.float32(0), scores)  # top_k puts -0 behind 0
+    others = jnp.where((block < own) & (scores > -jnp.inf), scores, -jnp.inf)
+    best, kept = lax.top_k(others, min(top_k, blocks))
     kept = jnp.where(best > -jnp.inf, kept.astype(jnp.int32), -1)
+    # The query's own block in front, whatever the scores of others.
+    shifted = jnp.concatenate([jnp.broadcast_to(own, (*kept.shape[:3], 1)), kept[..., :-1]], axis=-1)
+    kept = jnp.where((own >= 0) & (own < blocks), shifted, kept)
     return jnp.pad(kept, ((0, 0),) * 3 + ((0, top_k - kept.shape[3]),), constant_values=-1)

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 
-from pallas_kernels import _dispatch
+from pallas_kernels import _arguments, _dispatch
 from pallas_kernels.markov_draw.reference import markov_draw_reference
 
 
@@ -61,6 +61,10 @@ def markov_draw(
       NotImplementedError: the named implementation cannot serve this call; the message says why. Or the call is
         differentiated through a kernel.
     """
+    _arguments.check_arrays(
+        logits=logits, latents=latents, index=index, table=table, allowed=allowed, words=words,
+        inverse_temperature=inverse_temperature, drawn=drawn,
+    )  # fmt: skip
     if logits.ndim != 3 or 0 in logits.shape:
         raise ValueError(f"logits must be [B, K, V] with no empty axis, got {logits.shape}.")
     batch, slots, vocab = logits.shape
@@ -92,8 +96,5 @@ def markov_draw(
         return markov_draw_reference
 
     run: Any = _dispatch.choose("markov_draw", implementation, {"triton": triton_form, "xla": xla_form})
-    return MarkovDraw(
-        *run(
-            logits, latents, index, table, allowed, words, inverse_temperature, drawn, slot=slot, keep=keep
-        )
-    )  # fmt: skip
+    arrays = map(jnp.asarray, (logits, latents, index, table, allowed, words, inverse_temperature, drawn))
+    return MarkovDraw(*run(*arrays, slot=slot, keep=keep))

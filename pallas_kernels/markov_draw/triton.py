@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +11,46 @@ from pallas_kernels import _dispatch
 from pallas_kernels._triton import power_of_two, require_triton
 
 LARGEST_VOCABULARY = 2**21  # one program of the second kernel holds what all chunks of a row left
-# Of rows that read a tile of the table together, at most this many: tokens of a tile, warps, and tiles under way.
-TILES = {8: (128, 4, 4), 64: (64, 4, 4)}
-MOST_ROWS = max(TILES)
-STEP = 64  # of the rank at a time
+
+
+class Tile(NamedTuple):
+    """How the first kernel cuts its work.
+
+    Attributes:
+      rows: that read a tile of the table together.
+      tokens: of a tile.
+      warps: of a program.
+      step: of the rank at a time, and how many steps are under way.
+      axis: along which tokens run; few rows are the columns of a matrix product, many its rows.
+      columns: of a product of one row, most of them zeros; 0: a sum of products by the threads.
+      programs: that go through all tiles, each with the next one under way; 0: one program a tile.
+      policy: of the cache for the logits.
+      snake: every other slot goes through the table from its end.
+      pick_warps: of the second kernel.
+      wide: rotations of four that are products.
+    """
+
+    rows: int
+    tokens: int
+    warps: int
+    step: int = 64
+    stages: int = 4
+    axis: int = 1
+    columns: int = 0
+    programs: int = 0
+    policy: str = ""
+    snake: bool = True
+    pick_warps: int = 8
+    wide: int = 0
+
+
+TILES = {
+    1: Tile(1, 128, 4, axis=0, columns=8),
+    8: Tile(8, 128, 4, axis=0),
+    16: Tile(16, 128, 4),
+    32: Tile(32, 128, 4),
+    64: Tile(64, 64, 4),
+}
 
 
 def build(logits: Any, latents: Any) -> Callable[..., tuple[jax.Array, ...]]:
@@ -46,9 +82,9 @@ def build(logits: Any, latents: Any) -> Callable[..., tuple[jax.Array, ...]]:
     return draw
 
 
-def tile(rows: int) -> tuple[int, int, int]:
-    """Tokens of a tile, warps and tiles under way for so many rows that read a tile together."""
-    return next(TILES[most] for most in sorted(TILES) if rows <= most)
+def tile(batch: int) -> Tile:
+    """The tile for so many rows."""
+    return TILES[min((most for most in TILES if batch <= most), default=max(TILES))]
 
 
 def run(
@@ -74,24 +110,25 @@ def run(
     from pallas_kernels.markov_draw import triton_kernel
 
     batch, slots, vocab = logits.shape
-    kept = min(power_of_two(batch, 1), MOST_ROWS)
-    width, warps, stages = tile(kept)
-    rank, chunks = table.shape[1], -(-vocab // width)
+    form = tile(batch)
+    rank, chunks = table.shape[1], -(-vocab // form.tokens)
     shape = jax.ShapeDtypeStruct
-    # Slots count from 2 in the kernel: an argument of 1 would be compiled anew, as a constant.
-    out, part, best = jax_triton.triton_call(
+    # Slots count from 2 in the kernels: an argument of 1 would be compiled anew, as a constant.
+    out, part = jax_triton.triton_call(
         logits, index, words, settings, latents, table, allowed, slot + 2, kernel=triton_kernel.score,
-        out_shape=[
-            shape(logits.shape, jnp.float32), shape((batch, 3, chunks), jnp.float32), shape((batch, chunks), jnp.int32)
-        ],
-        grid=(-(-batch // kept), chunks), input_output_aliases={0: 0}, name="markov_draw_score_triton",
-        num_warps=warps, num_stages=stages, BATCH=batch, SLOTS=slots, LATENTS=latents.shape[0], VOCAB=vocab, RANK=rank,
-        CHUNKS=chunks, ROWS=max(kept, 16), KEPT=kept, WIDTH=width, STEP=min(STEP, power_of_two(rank)), KEEP=keep,
+        out_shape=[shape(logits.shape, jnp.float32), shape((batch, 3, chunks), jnp.float32)],
+        grid=(-(-batch // form.rows), form.programs or chunks), input_output_aliases={0: 0},
+        name="markov_draw_score_triton", num_warps=form.warps, num_stages=1 if form.programs else form.stages,
+        BATCH=batch, SLOTS=slots, LATENTS=latents.shape[0], VOCAB=vocab, RANK=rank, CHUNKS=chunks, ROWS=form.rows,
+        COLUMNS=form.columns, AXIS=form.axis, WIDTH=form.tokens,
+        STEP=power_of_two(rank) if form.programs else min(form.step, power_of_two(rank)), PROGRAMS=form.programs,
+        AHEAD=form.stages, SNAKE=form.snake, POLICY=form.policy, WIDE=form.wide, KEEP=keep,
     )  # fmt: skip
     token, numbers = jax_triton.triton_call(
-        part, best, settings, kernel=triton_kernel.pick,
+        out, words, settings, part, slot + 2, kernel=triton_kernel.pick,
         out_shape=[shape((batch,), jnp.int32), shape((batch, 2), jnp.float32)], grid=(batch,),
-        name="markov_draw_pick_triton", num_warps=8, VOCAB=vocab, CHUNKS=chunks, CHUNKS_PADDED=power_of_two(chunks, 1),
+        name="markov_draw_pick_triton", num_warps=form.pick_warps, SLOTS=slots, VOCAB=vocab, CHUNKS=chunks,
+        CHUNKS_PADDED=power_of_two(chunks, 1), WIDTH=form.tokens,
     )  # fmt: skip
     return out, token, numbers
 

@@ -1,8 +1,9 @@
 """The Triton kernels of `markov_draw`: score, one program a chunk of the vocabulary, and pick, one program a row.
 
 The noise of a token is 46 bits: two threefry words, the second of which only matters where the first is small. So
-`score` makes the first for every token, which bounds the noise from above, and the whole of it for the few tokens that
-this bound leaves: the largest noisy score is exact and most of the second words are never made.
+`score` makes the first for every token, which bounds the noise from above, and leaves the largest bound of its chunk.
+`pick` makes the whole of it for the tokens of the chunk with the best bound, and of those whose bound is better than
+what it has found: the largest noisy score is exact, and most of the second words are never made.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
@@ -11,50 +12,65 @@ import triton.language as tl
 
 LARGEST = tl.constexpr(3.4028234663852886e38)  # of float32
 ULP_23, ULP_47 = tl.constexpr(2.0**-23), tl.constexpr(2.0**-47)
-# -log(x) is at most ABOVE - BELOW * (the bits of x as an integer): a chord of the logarithm, and more than rounding.
-BELOW, ABOVE = tl.constexpr(0.6931471805599453 * 2.0**-23), tl.constexpr(0.6931471805599453 * 127 + 2.0**-10)
+# -log(x / 2**32) is at most ABOVE - BELOW * (the bits of x as an integer): a chord of the logarithm, and more than
+# rounding. Of x = 0 that is more than any noise.
+BELOW, ABOVE = tl.constexpr(0.6931471805599453 * 2.0**-23), tl.constexpr(0.6931471805599453 * 159 + 2.0**-10)
 
 
 @triton.jit
-def mix(a, b, R: tl.constexpr):
+def mix(a, b, R: tl.constexpr, unit, WIDE: tl.constexpr):
+    """A round of threefry. `unit` is 1; with WIDE the rotation is a product, which other units of a GPU make."""
     a += b
-    return a, ((b << R) | (b >> (32 - R))) ^ a
+    if WIDE:
+        product = b.to(tl.uint64) * (unit << R).to(tl.uint64)
+        turned = product.to(tl.uint32) | (product >> 32).to(tl.uint32)
+    else:
+        turned = (b << R) | (b >> (32 - R))
+    return a, turned ^ a
 
 
 @triton.jit
-def mix_odd(a, b):
-    a, b = mix(a, b, 13)
-    a, b = mix(a, b, 15)
-    a, b = mix(a, b, 26)
-    return mix(a, b, 6)
+def mix_odd(a, b, unit, WIDE: tl.constexpr):
+    a, b = mix(a, b, 13, unit, False)
+    a, b = mix(a, b, 15, unit, WIDE > 0)
+    a, b = mix(a, b, 26, unit, False)
+    return mix(a, b, 6, unit, WIDE > 1)
 
 
 @triton.jit
-def mix_even(a, b):
-    a, b = mix(a, b, 17)
-    a, b = mix(a, b, 29)
-    a, b = mix(a, b, 16)
-    return mix(a, b, 24)
+def mix_even(a, b, unit, WIDE: tl.constexpr):
+    a, b = mix(a, b, 17, unit, False)
+    a, b = mix(a, b, 29, unit, WIDE > 0)
+    a, b = mix(a, b, 16, unit, False)
+    return mix(a, b, 24, unit, WIDE > 1)
+
+
+@triton.jit
+def halves(first, second, place, unit, WIDE: tl.constexpr):
+    """Two uint32 whose exclusive or is what threefry makes of a place (uint32) under a key of two words."""
+    third = first ^ second ^ 0x1BD11BDA
+    b = place + second
+    a, b = mix_odd(b * 0 + first, b, unit, WIDE)
+    a, b = mix_even(a + second, b + (third + 1), unit, WIDE)
+    a, b = mix_odd(a + third, b + (first + 2), unit, WIDE)
+    a, b = mix_even(a + first, b + (second + 3), unit, WIDE)
+    a, b = mix_odd(a + second, b + (third + 4), unit, WIDE)
+    return a + third, b + (first + 5)
 
 
 @triton.jit
 def uniform(first, second, place):
-    """The number in [0, 1) that `jax.random.uniform` draws at a place (uint32) under a threefry key of two words."""
-    third = first ^ second ^ 0x1BD11BDA
-    b = place + second
-    a, b = mix_odd(b * 0 + first, b)
-    a, b = mix_even(a + second, b + (third + 1))
-    a, b = mix_odd(a + third, b + (first + 2))
-    a, b = mix_even(a + first, b + (second + 3))
-    a, b = mix_odd(a + second, b + (third + 4))
-    bits = (a + third) ^ (b + (first + 5))
-    return ((bits >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - 1.0
+    """The number in [0, 1) that `jax.random.uniform` draws at a place under a key."""
+    a, b = halves(first, second, place, 1, 0)
+    return (((a ^ b) >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - 1.0
 
 
 @triton.jit
-def most_noise(high):
-    """At least the noise of any number that begins with `high`: x is at most -log(1 - x)."""
-    return ABOVE - BELOW * (high + ULP_47).to(tl.int32, bitcast=True).to(tl.float32)
+def least_noise(first, second, place, unit, WIDE: tl.constexpr):
+    """What the noise is at most ABOVE less than: a number x in [0, 1) has the noise -log(-log(1 - x)) <= -log(x)."""
+    a, b = halves(first, second, place, unit, WIDE)
+    # The bits of x that `uniform` takes, as a float32: 2**32 * x, and exact.
+    return BELOW * ((a ^ b) & 0xFFFFFE00).to(tl.float32).to(tl.int32, bitcast=True).to(tl.float32)
 
 
 @triton.jit
@@ -69,102 +85,213 @@ def noise(high, low):
 
 
 @triton.jit
-def score(
-    logits_ptr, index_ptr, words_ptr, settings_ptr, latents_ptr, table_ptr, allowed_ptr, slot_plus_2,
-    out_ptr, part_ptr, best_ptr,
-    BATCH: tl.constexpr, SLOTS: tl.constexpr, LATENTS: tl.constexpr, VOCAB: tl.constexpr, RANK: tl.constexpr,
-    CHUNKS: tl.constexpr, ROWS: tl.constexpr, KEPT: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr,
-    KEEP: tl.constexpr,
+def of_rows(x, AXIS: tl.constexpr):
+    """One number a row, as it lies in a tile whose tokens run along AXIS."""
+    return x[:, None] if AXIS == 1 else x[None, :]
+
+
+@triton.jit
+def of_tokens(x, AXIS: tl.constexpr):
+    return x[None, :] if AXIS == 1 else x[:, None]
+
+
+@triton.jit
+def table_tile(table_ptr, line, inside, column, RANK: tl.constexpr, AXIS: tl.constexpr):
+    """[WIDTH, STEP] of the table with AXIS 0, its transpose with AXIS 1."""
+    across: tl.constexpr = 1 - AXIS
+    here = of_tokens(inside, AXIS) & of_tokens(column < RANK, across)
+    return tl.load(table_ptr + of_tokens(line, AXIS) + of_tokens(column, across), mask=here, other=0.0)
+
+
+@triton.jit
+def latent_tile(latents_ptr, latent, real, column, RANK: tl.constexpr, AXIS: tl.constexpr):
+    """[ROWS, STEP] with AXIS 1, its transpose with AXIS 0."""
+    across: tl.constexpr = 1 - AXIS
+    here = of_rows(real, AXIS) & of_rows(column < RANK, across)
+    return tl.load(latents_ptr + of_rows(latent, AXIS) + of_rows(column, across), mask=here, other=0.0)
+
+
+@triton.jit
+def latent_row(latents_ptr, latent, column, RANK: tl.constexpr):
+    return tl.load(latents_ptr + tl.sum(latent, 0) + column, mask=column < RANK, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def product(bias, w, x, AXIS: tl.constexpr):
+    return tl.dot(x, w, bias) if AXIS == 1 else tl.dot(w, x, bias)
+
+
+@triton.jit
+def no_bias(PADDED: tl.constexpr, WIDTH: tl.constexpr, AXIS: tl.constexpr):
+    return tl.zeros([PADDED, WIDTH] if AXIS == 1 else [WIDTH, PADDED], tl.float32)
+
+
+@triton.jit
+def least_noise_of(words, real, token, unit, AXIS: tl.constexpr, WIDE: tl.constexpr):
+    """`least_noise` of a tile."""
+    first, second = tl.load(words, mask=real, other=0), tl.load(words + 1, mask=real, other=0)
+    return least_noise(of_rows(first, AXIS), of_rows(second, AXIS), of_tokens(token.to(tl.uint32), AXIS), unit, WIDE)
+
+
+@triton.jit
+def chunk_of(turn, slot, CHUNKS: tl.constexpr, SNAKE: tl.constexpr):
+    # Every other slot begins where the one before has ended, with what the cache still holds of the table.
+    return tl.where((slot % 2 == 1) & SNAKE, CHUNKS - 1 - turn, turn)
+
+
+@triton.jit
+def leave(
+    bias, base, usable, chunk, row, real, slot, words_ptr, settings_ptr, out_ptr, part_ptr,
+    SLOTS: tl.constexpr, VOCAB: tl.constexpr, CHUNKS: tl.constexpr, AXIS: tl.constexpr, WIDTH: tl.constexpr,
+    POLICY: tl.constexpr, WIDE: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """Logits of one chunk in some rows; of each row the largest one, the mass relative to it, the best noisy score."""
-    group, chunk, slot = tl.program_id(0), tl.program_id(1), slot_plus_2 - 2
+    """What comes of the bias of a chunk."""
     token = chunk * WIDTH + tl.arange(0, WIDTH)
-    inside = token < VOCAB
-    row = group * KEPT + tl.arange(0, KEPT)
-    real = row < BATCH
-    live = real[:, None] & inside[None, :]
-    at = (row.to(tl.int64) * SLOTS + slot)[:, None] * VOCAB + token[None, :]
-    base = tl.load(logits_ptr + at, mask=live, other=0.0)
-    usable = tl.load(allowed_ptr + token, mask=inside, other=0) != 0
-    # A product has at least 16 rows: those that are none of ours are zeros.
-    place = group * KEPT + tl.arange(0, ROWS)
-    ours = (place < BATCH) & (tl.arange(0, ROWS) < KEPT)
-    latent = tl.load(index_ptr + place, mask=ours, other=0).to(tl.int64)
-    latent = tl.where(latent < 0, latent + LATENTS, latent) * RANK
-    bias = tl.zeros([ROWS, WIDTH], tl.float32)
-    for start in range(0, RANK, STEP):
-        column = start + tl.arange(0, STEP)
-        x = tl.load(
-            latents_ptr + latent[:, None] + column[None, :], mask=ours[:, None] & (column < RANK)[None, :], other=0.0
-        )
-        w = tl.load(
-            table_ptr + token.to(tl.int64)[None, :] * RANK + column[:, None],
-            mask=inside[None, :] & (column < RANK)[:, None], other=0.0,
-        )  # fmt: skip
-        bias = tl.dot(x, w, bias)
-    if KEPT < ROWS:
-        parts = tl.reshape(bias, [ROWS // KEPT, KEPT, WIDTH])
-        bias = tl.sum(tl.where(tl.arange(0, ROWS // KEPT)[:, None, None] == 0, parts, 0.0), 0)
-    x = base + bias
-    x = tl.where((x == x) & live & usable[None, :], tl.minimum(x, LARGEST), float("-inf"))
-    if KEEP or KEPT < ROWS:
-        tl.store(out_ptr + at, x, mask=live)
-    if KEPT < ROWS:
-        # A product leaves copies of few rows in many threads, and each would work on its own: read them anew.
-        tl.debug_barrier()
-        x = tl.load(out_ptr + at, mask=live, other=float("-inf"))
-    top = tl.max(x, 1)
     inverse = tl.load(settings_ptr + row * 2, mask=real, other=1.0)
     drawn = tl.load(settings_ptr + row * 2 + 1, mask=real, other=0.0) != 0.0
-    z = (x - tl.where(top > float("-inf"), top, 0.0)[:, None]) * inverse[:, None]
-    mass = tl.sum(tl.exp(z), 1)
-    words = words_ptr + (row * SLOTS + slot) * 2
-    first, second = tl.load(words, mask=real, other=0), tl.load(words + 1, mask=real, other=0)
-    bound = z
-    if tl.max(drawn.to(tl.int32), 0) > 0:
-        high = uniform(first[:, None], second[:, None], token.to(tl.uint32)[None, :])
-        bound = tl.where(drawn[:, None], z + most_noise(high), z)
-    ahead = tl.max(bound, 1)
-    best = tl.full([KEPT], float("-inf"), tl.float32)
-    chosen = tl.full([KEPT], VOCAB, tl.int32)
-    while tl.max((ahead > best).to(tl.int32), 0) > 0:
-        candidate = tl.min(tl.where(bound == ahead[:, None], token[None, :], VOCAB), 1)
-        here = token[None, :] == candidate[:, None]
-        exact = tl.max(tl.where(here, z, float("-inf")), 1)
-        where = candidate.to(tl.uint32)
-        exact += tl.where(drawn, noise(uniform(first, second, where), uniform(first, second, where + VOCAB)), 0.0)
-        better = (exact > best) | ((exact == best) & (candidate < chosen) & (exact > float("-inf")))
-        best, chosen = tl.where(better, exact, best), tl.where(better, candidate, chosen)
-        bound = tl.where(here, float("-inf"), bound)
-        ahead = tl.max(bound, 1)
+    some_drawn = tl.max(drawn.to(tl.int32), 0) > 0
+    x = base + (bias + of_tokens(tl.where(usable != 0, 0.0, float("-inf")), AXIS))
+    x = tl.where(x == x, tl.minimum(x, LARGEST), float("-inf"))
+    if KEEP or some_drawn:
+        at = of_rows((row.to(tl.int64) * SLOTS + slot) * VOCAB, AXIS) + of_tokens(token, AXIS)
+        live = of_rows(real, AXIS) & of_tokens(token < VOCAB, AXIS)
+        tl.store(out_ptr + at, x, mask=live, eviction_policy=POLICY)
+    top = tl.max(x, AXIS)
+    z = (x - of_rows(tl.where(top > float("-inf"), top, 0.0), AXIS)) * of_rows(inverse, AXIS)
     part = part_ptr + row * (3 * CHUNKS) + chunk
     tl.store(part, top, mask=real)
-    tl.store(part + CHUNKS, mass, mask=real)
-    tl.store(part + 2 * CHUNKS, best, mask=real)
-    tl.store(best_ptr + row * CHUNKS + chunk, chosen, mask=real)
+    tl.store(part + CHUNKS, tl.sum(tl.exp(z), AXIS), mask=real)
+    if some_drawn:
+        unit = (1 + (slot >> 20)).to(tl.uint32)  # 1, but not to the compiler
+        least = least_noise_of(words_ptr + (row * SLOTS + slot) * 2, real, token, unit, AXIS, WIDE)
+        tl.store(part + 2 * CHUNKS, ABOVE + tl.max(z - least, AXIS), mask=real & drawn)
+    if tl.min((drawn | (real == 0)).to(tl.int32), 0) == 0:
+        best = tl.min(tl.where(x == of_rows(top, AXIS), of_tokens(token, AXIS), VOCAB), AXIS)
+        tl.store(part + 2 * CHUNKS, best.to(tl.float32), mask=real & (drawn == 0))
+
+
+@triton.jit
+def score(
+    logits_ptr, index_ptr, words_ptr, settings_ptr, latents_ptr, table_ptr, allowed_ptr, slot_plus_2,
+    out_ptr, part_ptr,
+    BATCH: tl.constexpr, SLOTS: tl.constexpr, LATENTS: tl.constexpr, VOCAB: tl.constexpr, RANK: tl.constexpr,
+    CHUNKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, AXIS: tl.constexpr, WIDTH: tl.constexpr,
+    STEP: tl.constexpr, PROGRAMS: tl.constexpr, AHEAD: tl.constexpr, SNAKE: tl.constexpr, POLICY: tl.constexpr,
+    WIDE: tl.constexpr,
+    KEEP: tl.constexpr,
+):  # fmt: skip
+    """Logits of one chunk in some rows; of each row the largest one, the mass relative to it, the best bound.
+
+    A tile is [ROWS, WIDTH] with AXIS 1, [WIDTH, ROWS] with AXIS 0. In rows that are not drawn, the place of the largest
+    logit stands where the bound is in others.
+    """
+    group, slot = tl.program_id(0), slot_plus_2 - 2
+    ALONE: tl.constexpr = ROWS == 1 and COLUMNS == 0
+    # A product has at least COLUMNS rows: those that are none of ours are zeros.
+    PADDED: tl.constexpr = ROWS if COLUMNS == 0 else COLUMNS
+    TABLE_AXIS: tl.constexpr = 0 if ALONE else AXIS
+    row = group * ROWS + tl.arange(0, ROWS)
+    real = row < BATCH
+    place = group * ROWS + tl.arange(0, PADDED)
+    ours = (place < BATCH) & (tl.arange(0, PADDED) < ROWS)
+    latent = tl.load(index_ptr + place, mask=ours, other=0).to(tl.int64)
+    latent = tl.where(latent < 0, latent + LATENTS, latent) * RANK
+    if PROGRAMS > 0:
+        column = tl.arange(0, STEP)
+        if ALONE:
+            x = latent_row(latents_ptr, latent, column, RANK)
+        else:
+            x = latent_tile(latents_ptr, latent, ours, column, RANK, AXIS)
+        for turn in tl.range(tl.program_id(1), CHUNKS, PROGRAMS, num_stages=AHEAD):
+            chunk = chunk_of(turn, slot, CHUNKS, SNAKE)
+            token = chunk * WIDTH + tl.arange(0, WIDTH)
+            inside = token < VOCAB
+            w = table_tile(table_ptr, token.to(tl.int64) * RANK, inside, column, RANK, TABLE_AXIS)
+            at = of_rows((row.to(tl.int64) * SLOTS + slot) * VOCAB, AXIS) + of_tokens(token, AXIS)
+            live = of_rows(real, AXIS) & of_tokens(inside, AXIS)
+            base = tl.load(logits_ptr + at, mask=live, other=0.0, eviction_policy=POLICY)
+            usable = tl.load(allowed_ptr + token, mask=inside, other=0)
+            if ALONE:
+                bias = of_tokens(tl.sum(w.to(tl.float32) * x[None, :], 1), AXIS)
+            else:
+                bias = product(no_bias(PADDED, WIDTH, AXIS), w, x, AXIS)
+                if COLUMNS > 0:
+                    bias = of_tokens(tl.sum(bias, 1 - AXIS), AXIS)
+            leave(
+                bias, base, usable, chunk, row, real, slot, words_ptr, settings_ptr, out_ptr, part_ptr, SLOTS, VOCAB,
+                CHUNKS, AXIS, WIDTH, POLICY, WIDE, KEEP,
+            )  # fmt: skip
+    else:
+        chunk = chunk_of(tl.program_id(1), slot, CHUNKS, SNAKE)
+        token = chunk * WIDTH + tl.arange(0, WIDTH)
+        inside = token < VOCAB
+        line = token.to(tl.int64) * RANK
+        at = of_rows((row.to(tl.int64) * SLOTS + slot) * VOCAB, AXIS) + of_tokens(token, AXIS)
+        live = of_rows(real, AXIS) & of_tokens(inside, AXIS)
+        base = tl.load(logits_ptr + at, mask=live, other=0.0, eviction_policy=POLICY)
+        usable = tl.load(allowed_ptr + token, mask=inside, other=0)
+        if ALONE:
+            sums = tl.zeros([WIDTH, STEP], tl.float32)
+            for start in tl.static_range(0, RANK, STEP):
+                w = table_tile(table_ptr, line, inside, start + tl.arange(0, STEP), RANK, TABLE_AXIS)
+                sums += w.to(tl.float32) * latent_row(latents_ptr, latent, start + tl.arange(0, STEP), RANK)[None, :]
+            bias = of_tokens(tl.sum(sums, 1), AXIS)
+        else:
+            bias = no_bias(PADDED, WIDTH, AXIS)
+            for start in range(0, RANK, STEP):
+                w = table_tile(table_ptr, line, inside, start + tl.arange(0, STEP), RANK, TABLE_AXIS)
+                x = latent_tile(latents_ptr, latent, ours, start + tl.arange(0, STEP), RANK, AXIS)
+                bias = product(bias, w, x, AXIS)
+            if COLUMNS > 0:
+                bias = of_tokens(tl.sum(bias, 1 - AXIS), AXIS)
+        leave(
+            bias, base, usable, chunk, row, real, slot, words_ptr, settings_ptr, out_ptr, part_ptr, SLOTS, VOCAB,
+            CHUNKS, AXIS, WIDTH, POLICY, WIDE, KEEP,
+        )  # fmt: skip
 
 
 @triton.jit
 def pick(
-    part_ptr, best_ptr, settings_ptr, token_ptr, numbers_ptr,
-    VOCAB: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_PADDED: tl.constexpr,
+    out_ptr, words_ptr, settings_ptr, part_ptr, slot_plus_2,
+    token_ptr, numbers_ptr,
+    SLOTS: tl.constexpr, VOCAB: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_PADDED: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """One row: what its chunks left, put together."""
-    row = tl.program_id(0)
+    """One row: what its chunks left, put together, and the exact scores of those that the best token may be in."""
+    row, slot = tl.program_id(0), slot_plus_2 - 2
     chunk = tl.arange(0, CHUNKS_PADDED)
     inside = chunk < CHUNKS
     part = part_ptr + row * (3 * CHUNKS) + chunk
     top = tl.load(part, mask=inside, other=float("-inf"))
     mass = tl.load(part + CHUNKS, mask=inside, other=0.0)
-    best = tl.load(part + 2 * CHUNKS, mask=inside, other=float("-inf"))
-    chosen = tl.load(best_ptr + row * CHUNKS + chunk, mask=inside, other=VOCAB)
+    bound = tl.load(part + 2 * CHUNKS, mask=inside, other=float("-inf"))
+    inverse = tl.load(settings_ptr + row * 2)
     peak = tl.max(top, 0)
     some = peak > float("-inf")
-    peak = tl.where(some, peak, 0.0)
-    lower = (top - peak) * tl.load(settings_ptr + row * 2)
+    base = tl.where(some, peak, 0.0)
+    lower = (top - base) * inverse
     total = tl.sum(mass * tl.exp(lower), 0)
-    best += lower
-    token = tl.min(tl.where(best == tl.max(best, 0), chosen, VOCAB), 0)
+    token = tl.full([], VOCAB, tl.int32)
+    if tl.load(settings_ptr + row * 2 + 1) != 0.0:
+        words = words_ptr + (row * SLOTS + slot) * 2
+        first, second = tl.load(words), tl.load(words + 1)
+        line = out_ptr + (row.to(tl.int64) * SLOTS + slot) * VOCAB
+        best = tl.full([], float("-inf"), tl.float32)
+        bound += lower
+        ahead = tl.max(bound, 0)
+        while ahead > best:
+            here = tl.min(tl.where(bound == ahead, chunk, CHUNKS), 0)
+            place = here * WIDTH + tl.arange(0, WIDTH)
+            x = tl.load(line + place, mask=place < VOCAB, other=float("-inf"))
+            where = place.to(tl.uint32)
+            exact = noise(uniform(first, second, where), uniform(first, second, where + VOCAB)) + (x - base) * inverse
+            most = tl.max(exact, 0)
+            least = tl.min(tl.where(exact == most, place, VOCAB), 0)
+            better = (most > best) | ((most == best) & (least < token))
+            best, token = tl.where(better, most, best), tl.where(better, least, token)
+            bound = tl.where(chunk == here, float("-inf"), bound)
+            ahead = tl.max(bound, 0)
+    else:
+        token = tl.min(tl.where(top == peak, bound, VOCAB), 0).to(tl.int32)
     tl.store(token_ptr + row, tl.where(some, token, -1))
-    tl.store(numbers_ptr + row * 2, peak)
+    tl.store(numbers_ptr + row * 2, base)
     tl.store(numbers_ptr + row * 2 + 1, tl.log(tl.where(some, total, 1.0)))

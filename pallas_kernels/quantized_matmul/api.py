@@ -3,7 +3,7 @@
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -68,7 +68,7 @@ def quantized_matmul(
 
 
 def quantized_matmuls(
-    x: Float[Array, "*batch I"], weights: Sequence[QuantizedWeight], *, implementation: str | None = None
+    x: Float[Array, "*batch I"], weights: Iterable[QuantizedWeight], *, implementation: str | None = None
 ) -> tuple[Float[Array, "*batch _"], ...]:
     """(x W^T for each W of `weights`), as `quantized_matmul` gives them, where a kernel can in one launch.
 
@@ -85,6 +85,9 @@ def quantized_matmuls(
       NotImplementedError: the named implementation cannot serve this call; the message says why. Or the call is
         differentiated through a kernel: only "xla" has a derivative.
     """
+    if isinstance(weights, QuantizedWeight) or not isinstance(weights, Iterable):
+        raise TypeError(f"weights must be several weights, such as a list, found {type(weights).__name__}.")
+    weights = tuple(weights)  # a generator gives them once
     if not weights:
         raise ValueError("weights must hold at least one weight, got none.")
     operands = [_read(weight, f"weights[{i}]") for i, weight in enumerate(weights)]
@@ -106,7 +109,7 @@ def quantized_matmuls(
     def one_by_one(name: str | None) -> Any:
         return lambda x: tuple(quantized_matmul(x, weight, implementation=name) for weight in weights)
 
-    return _together("quantized_matmuls", implementation, mosaic, one_by_one)(x)
+    return _together("quantized_matmuls", implementation, mosaic, one_by_one)(jnp.asarray(x))
 
 
 def quantized_mlp(
@@ -163,7 +166,7 @@ def quantized_mlp(
 
         return run
 
-    return _together("quantized_mlp", implementation, mosaic, separate)(x)
+    return _together("quantized_mlp", implementation, mosaic, separate)(jnp.asarray(x))
 
 
 def _together(function: str, implementation: str | None, mosaic: Any, separate: Any) -> Any:
@@ -184,6 +187,7 @@ def _read(weight: Any, name: str = "weight") -> Operands:
 
 def _rows(x: Any, weight: Operands, name: str = "weight") -> Any:
     """x [rows, in]."""
+    _arguments.check_arrays(x=x)
     if str(x.dtype) not in _arguments.FLOAT_DTYPES:
         raise TypeError(f"x must be one of {', '.join(_arguments.FLOAT_DTYPES)}, got {x.dtype}.")
     if x.ndim < 1 or x.shape[-1] != weight.in_size:
@@ -191,8 +195,8 @@ def _rows(x: Any, weight: Operands, name: str = "weight") -> Any:
             f"x must have the {name}'s {weight.in_size} inputs as its last axis, got x {x.shape} for a weight "
             f"[{weight.out_size}, {weight.in_size}]."
         )
-    return x.reshape(math.prod(x.shape[:-1]), weight.in_size)
+    return jnp.asarray(x).reshape(math.prod(x.shape[:-1]), weight.in_size)
 
 
-def _parts(weight: Operands) -> tuple[Any, Any, Any]:
-    return weight.codes, weight.scale, weight.global_scale
+def _parts(weight: Operands) -> tuple[jax.Array, jax.Array, jax.Array]:
+    return jnp.asarray(weight.codes), jnp.asarray(weight.scale), jnp.asarray(weight.global_scale)

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ class Heads:
 def rotate_heads(
     x: Float[Array, "B T F"],
     positions: Int32[Array, "B T"],
-    heads: Sequence[Heads],
+    heads: Iterable[Heads],
     *,
     head_dim: int,
     rotary_dim: int,
@@ -68,6 +68,7 @@ def rotate_heads(
       NotImplementedError: the named implementation cannot serve this call; the message says why. Or the call is
         differentiated through a kernel: only "xla" has a derivative.
     """
+    heads = tuple(heads)  # a generator gives them once
     problem = _describe(x, positions, heads, head_dim, rotary_dim, theta, eps, plus_one, ring)
     weights = [each.weight for each in heads if each.weight is not None]
     caches = [
@@ -83,7 +84,7 @@ def rotate_heads(
         return functools.partial(rotate_heads_xla, problem=problem)
 
     run: Any = _dispatch.choose("rotate_heads", implementation, {"mosaic": mosaic, "xla": xla})
-    out = iter(run(x, positions, *caches, *weights))
+    out = iter(run(*map(jnp.asarray, (x, positions, *caches, *weights))))
     results = [next(out) for _ in heads]
     return tuple(
         result if each.cache is None else result.reshape(each.cache.shape)
@@ -95,6 +96,8 @@ def _describe(
     x: Any, positions: Any, heads: Sequence[Heads], head_dim: int, rotary_dim: int, theta: float, eps: float,
     plus_one: bool, ring: bool,
 ) -> Problem:  # fmt: skip
+    given = {f"heads[{i}].{name}": getattr(each, name) for i, each in enumerate(heads) for name in ("weight", "cache")}
+    _arguments.check_arrays(x=x, positions=positions, **{k: v for k, v in given.items() if v is not None})
     if str(x.dtype) not in _arguments.FLOAT_DTYPES:
         raise TypeError(f"x must be one of {', '.join(_arguments.FLOAT_DTYPES)}, got {x.dtype}.")
     total = sum(each.count for each in heads)

@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels import _arguments, _dispatch
@@ -46,6 +47,9 @@ def windowed_decode(
       NotImplementedError: the named implementation cannot serve this call; the message says why. Or the call is
         differentiated through a kernel: only "xla" has a derivative.
     """
+    _arguments.check_arrays(
+        q=q, k_pages=k_pages, v_pages=v_pages, page_table=page_table, q_start=q_start, kv_length=kv_length
+    )
     _arguments.check_queries(q)
     _arguments.check_pages(q, k_pages, v_pages, page_table)
     _arguments.check_rows(q, q_start=q_start, kv_length=kv_length)
@@ -68,4 +72,4 @@ def windowed_decode(
         implementation,
         {"mosaic": mosaic, "triton": triton_form, "xla": lambda: functools.partial(windowed_decode_xla, **static)},
     )
-    return run(q, k_pages, v_pages, page_table, q_start, kv_length)
+    return run(*map(jnp.asarray, (q, k_pages, v_pages, page_table, q_start, kv_length)))

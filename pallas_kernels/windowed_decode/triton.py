@@ -59,7 +59,7 @@ def choose_tuning(
 
 def merge_warps(splits: int) -> int:
     """Warps of a program that merges so many splits: one where it can hold all of them."""
-    return 1 if splits <= 8 else 4
+    return 1 if splits <= 32 else 4
 
 
 def build(q: Any, k_pages: Any, page_table: Any, *, window: int | None, scale: float) -> _dispatch.Kernel:

@@ -160,7 +160,7 @@ def attend(
                 visible = visible & (behind >= 0)
             values, maximum, total = add_tile(q, k, v, visible, values, maximum, total, SCALE_LOG2)
 
-    seen = total > 0
+    seen = total != 0  # also where a score was NaN
     safe = tl.where(seen, total, 1.0)
     values = values / safe[:, None]
     lse = tl.where(seen, maximum + tl.log2(safe), float("-inf"))
@@ -190,10 +190,11 @@ def merge_splits(
     maximum = tl.maximum(tl.max(lse, 0), -1e30)
     weights = tl.exp2(lse - maximum)
     total = tl.sum(weights, 0)
-    safe = tl.where(total > 0, total, 1.0)
+    seen = total != 0
+    safe = tl.where(seen, total, 1.0)
     dim = tl.arange(0, DIM_PADDED)
     inside = exists[:, None] & (dim < DIM)[None, :]
     values = tl.load(part_ptr + part.to(tl.int64)[:, None] * DIM + dim[None, :], mask=inside, other=0.0)
     out = tl.sum(values * weights[:, None], 0) / safe
     tl.store(out_ptr + at.to(tl.int64) * DIM + dim, out.to(out_ptr.dtype.element_ty), mask=dim < DIM)
-    tl.store(lse_ptr + at, tl.where(total > 0, (maximum + tl.log2(safe)) * 0.6931471805599453, float("-inf")))
+    tl.store(lse_ptr + at, tl.where(seen, (maximum + tl.log2(safe)) * 0.6931471805599453, float("-inf")))

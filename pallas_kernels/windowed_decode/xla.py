@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels._online_softmax import Softmax, add_tile, finish, group_queries, start
+from pallas_kernels._varying import varying_like
 
 KEYS_PER_STEP = 1024
 
@@ -79,4 +80,5 @@ def attend_pages(
 
     # A scan of fixed length has a reverse derivative; recomputing each step keeps its memory bounded too.
     steps = jnp.arange(num_steps, dtype=jnp.int32)
-    return lax.scan(jax.checkpoint(scanned, prevent_cse=False), start(grouped), steps)[0]
+    first_state = varying_like(start(grouped), grouped, k_pages, v_pages, page_table, q_start, kv_length)
+    return lax.scan(jax.checkpoint(scanned, prevent_cse=False), first_state, steps)[0]

@@ -148,8 +148,17 @@ def lower_bound(part: Part, bandwidth: float, peak: float) -> float:
     return max(part.nbytes / bandwidth / 1e6, part.operations / peak / 1e6)
 
 
-def time_part(part: Part, program: Future[Any], clock: Any) -> tuple[float, int]:
-    """-> microseconds, number of kernels."""
+def by_name(records: list[tuple[str, float]]) -> dict[str, tuple[int, float]]:
+    """Of each kernel in a record of launches, in milliseconds: how often it ran and its microseconds together."""
+    names: dict[str, tuple[int, float]] = {}
+    for name, milliseconds in records:
+        count, total = names.get(name, (0, 0.0))
+        names[name] = count + 1, total + 1e3 * milliseconds
+    return names
+
+
+def time_part(part: Part, program: Future[Any], clock: Any) -> tuple[float, dict[str, tuple[int, float]]]:
+    """-> microseconds cold, and each kernel of one warm call."""
     run, carry = program.result(), [part.carry]
 
     def launch() -> None:
@@ -157,7 +166,7 @@ def time_part(part: Part, program: Future[Any], clock: Any) -> tuple[float, int]
         jax.block_until_ready(out)
 
     launch()
-    return kernel_time(clock, launch, cold=True), len(clock.record(launch))
+    return kernel_time(clock, launch, cold=True), by_name(clock.record(launch))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,9 +193,7 @@ def time_step(program: Future[Any], model: ds.Model, state: Any, clock: Any, ste
     kernels, names = math.nan, {}
     if not GRAPHS:
         kernels = kernel_time(clock, launch, cold=False)
-        for name, milliseconds in clock.record(launch):
-            count, total = names.get(name, (0, 0.0))
-            names[name] = count + 1, total + 1e3 * milliseconds
+        names = by_name(clock.record(launch))
     times = []
     for _ in range(steps):
         start = time.perf_counter()
@@ -264,7 +271,8 @@ def time_parts(
         table.check()
         at_best, both = part.nbytes / bandwidth / 1e6, lower_bound(part, bandwidth, peak)
         try:
-            time_us, count = time_part(part, program, clock)
+            time_us, names = time_part(part, program, clock)
+            count = sum(times for times, _ in names.values())
         except Exception as problem:
             print(f"  {part.name:34} {type(problem).__name__}: {str(problem)[:200]}", flush=True)
             spent[part.drafter] = math.nan
@@ -276,7 +284,9 @@ def time_parts(
             f"ratio {time_us / both:6.2f}",
             flush=True,
         )
-        table.add(**case, part=part.name, us=time_us, times=part.times, kernels=count, floor=at_best, both=both)
+        table.add(
+            **case, part=part.name, us=time_us, times=part.times, kernels=count, floor=at_best, both=both, names=names,
+        )  # fmt: skip
     for name, drafter in (("drafter", True), ("target", False)):
         mine = [part for part in pieces if part.drafter == drafter]
         floor = sum(part.times * part.nbytes for part in mine) / bandwidth / 1e6

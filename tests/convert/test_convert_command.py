@@ -168,7 +168,8 @@ def test_dry_run_of_a_hub_repository_downloads_nothing(tmp_path, monkeypatch, ca
     assert "org/model" in err and "without --dry-run" in err
     cached(DATA / "m3-mxfp8-tiny", tmp_path / "cache", "org/model")
     assert run("org/model", tmp_path / "out", "--dry-run") == 0
-    assert "source: 270 tensors" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "source: 270 tensors" in out and re.search(r"^\d+ arrays in 1 batch$", out, re.MULTILINE)
 
 
 def test_hub_error_is_one_sentence(tmp_path, monkeypatch, capsys):

@@ -152,6 +152,24 @@ def assert_close(actual: Pair, expected: Pair, dtype: str, what: str = "") -> No
     assert difference[0] <= allowed[0] and difference[1] <= allowed[1], f"{what} {difference} > {allowed}"
 
 
+def with_nan(q: jax.Array, places: list[tuple[int, int, int]]) -> jax.Array:
+    """q with one NaN in the query and head at each of `places` (row, query, head)."""
+    for number, place in enumerate(places):
+        q = q.at[(*place, number)].set(jnp.nan)
+    return q
+
+
+def assert_lost(actual: Pair, expected: Pair, places: list[tuple[int, int, int]], dtype: str, what: str = "") -> None:
+    """NaN in out and in lse at `places` and nowhere else; the rest is as `expected`, of a q without NaN."""
+    lost = np.zeros(actual[1].shape, bool)
+    lost[tuple(np.transpose(places))] = True
+    np.testing.assert_array_equal(np.isnan(actual[1]), lost, f"{what} lse")
+    np.testing.assert_array_equal(np.isnan(actual[0]), np.broadcast_to(lost[..., None], actual[0].shape), f"{what} out")
+    out, lse = (e.astype(a.dtype) for a, e in zip(actual, expected, strict=True))
+    rest = jnp.where(lost[..., None], out, actual[0]), jnp.where(lost, lse, actual[1])
+    assert_close(rest, expected, dtype, what)
+
+
 def random_case(
     seed: int,
     *,

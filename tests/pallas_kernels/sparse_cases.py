@@ -155,6 +155,17 @@ def selection_oracle(scores: Any, positions: Any, *, block_size: int, top_k: int
     return kept
 
 
+def scores_of_all_kinds(seed: int, blocks: int) -> np.ndarray:
+    """[2, 8, 4, blocks]: forced blocks, NaN and zero of either sign, -inf, the largest and the least normal numbers.
+
+    Subnormal numbers are zero to XLA on a CPU.
+    """
+    nan = np.array([0x7FC00000, 0xFFC00001], np.uint32).view(np.float32)
+    largest, least = np.finfo(np.float32).max, np.finfo(np.float32).tiny
+    kinds = np.array([np.inf, np.inf, *nan, -np.inf, largest, -largest, 0.0, -0.0, least, 1.0], np.float32)
+    return np.random.default_rng(seed).choice(kinds, (2, 8, 4, blocks))
+
+
 def index_inputs(
     seed: int, *, queries: int, heads: int, dim: int, slots: int, dtype: str, rows: int
 ) -> tuple[Any, Any]:

@@ -131,3 +131,8 @@ def test_choice_takes_the_first_that_can_and_a_name_never_falls_back() -> None:
     assert _dispatch.choose("f", "xla", builders)() == "xla"
     with pytest.raises(NotImplementedError, match=re.escape("f(implementation='a'): no such unit here.")):
         _dispatch.choose("f", "a", builders)
+    with pytest.raises(ValueError, match="f: unknown implementation 'd'; known: None, 'a', 'b', 'xla'"):
+        _dispatch.choose("f", "d", builders)
+    # A name of the library, of which this function has no form.
+    with pytest.raises(NotImplementedError, match="f has no form 'mosaic', only 'a' and 'b' and 'xla'"):
+        _dispatch.choose("f", "mosaic", builders)

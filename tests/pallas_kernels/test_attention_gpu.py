@@ -28,11 +28,13 @@ from attention_cases import (
     RESULTS,
     Case,
     assert_close,
+    assert_lost,
     load_golden,
     matches_golden,
     public,
     random_case,
     repaged,
+    with_nan,
 )
 from gpu_marks import MARKS, MOSAIC, TRITON, XLA, needs_gpu
 
@@ -354,3 +356,22 @@ def test_pages_without_a_visible_key_are_not_read(implementation: str) -> None:
         case, k_pages=case.k_pages.at[others].set(jnp.nan), v_pages=case.v_pages.at[others].set(jnp.nan)
     )
     jax.tree.map(np.testing.assert_array_equal, program(dirty), clean)
+
+
+@pytest.mark.parametrize("implementation", [*KERNELS, XLA])
+@pytest.mark.parametrize("rows", [2, 70])  # many splits, and none
+def test_a_query_that_is_no_number_is_seen(rows: int, implementation: str) -> None:
+    """In its own row alone; a query that sees no key keeps 0 and -inf, whatever it is."""
+    case = random_case(
+        4, q_start=[490, 3] * (rows // 2), kv_length=[494, 0] * (rows // 2), queries=4, heads=(64, 4), head_dim=128,
+        page=64, window=450, dtype="bfloat16",
+    )  # fmt: skip
+    results = ("decode", "merged", "block")
+    expected = REFERENCE.run(case, results)
+    in_context, last, without_context = (0, 1, 5), (0, 3, 37), (1, 2, 63)
+    places = [in_context, last, without_context]
+    case = dataclasses.replace(case, q=with_nan(case.q, places))
+    actual = public(implementation).run(case, results)
+    for result in results:
+        lost = places[:2] if result == "decode" else places
+        assert_lost(actual[result], expected[result], lost, "bfloat16", result)

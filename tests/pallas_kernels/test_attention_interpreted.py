@@ -13,12 +13,14 @@ from attention_cases import (
     REFERENCE,
     Case,
     assert_close,
+    assert_lost,
     load_golden,
     matches_golden,
     random_case,
     random_difference,
+    with_nan,
 )
-from triton_interpreter import interpreted, requires_interpreter
+from triton_interpreter import interpreted, requires_interpreter, rewrite
 
 # queries, heads, head size, page, table entries, window, scale
 SHAPES = {
@@ -44,6 +46,13 @@ def block(case: Case, multiprocessors: int, causal: bool):
     static = dict(window=case.window, scale=case.scale, causal=causal, multiprocessors=multiprocessors)
     with interpreted():
         return attend(case.q, *case.pages, case.q_start, case.q_start, *case.block, **static)
+
+
+def merge(partial, case: Case):
+    from pallas_kernels.block_merge.triton import merge_future_block_triton
+
+    with interpreted():
+        return merge_future_block_triton(*partial, case.q, *case.block, window=case.window, scale=case.scale)
 
 
 def small(name: str) -> Case:
@@ -108,3 +117,35 @@ def test_mutants() -> None:
     for wrong in (dict(window=case.window - 1), dict(scale=0.11)):
         difference = random_difference(decode(case, 1, **wrong), expected)
         assert difference[0] > allowed[0] or difference[1] > allowed[1], wrong
+
+
+@requires_interpreter
+@pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # numpy's word on such a maximum
+@pytest.mark.parametrize("mutant", [False, True])
+@pytest.mark.parametrize("multiprocessors", [1, 9])
+def test_a_query_that_is_no_number_is_seen(multiprocessors: int, mutant: bool, monkeypatch, tmp_path) -> None:
+    """In its own row alone; a query that sees no key keeps 0 and -inf, whatever it is."""
+    if mutant:
+        for kernel in ("windowed_decode", "block_merge"):
+            rewrite(monkeypatch, tmp_path, f"pallas_kernels.{kernel}.triton_kernel", "total != 0", "total > 0")
+    case = random_case(
+        4, q_start=[190, 3], kv_length=[194, 0], queries=4, heads=(16, 1), head_dim=64, page=16, window=170,
+        dtype="float16",
+    )  # fmt: skip
+    in_context, last, without_context = (0, 1, 5), (0, 3, 7), (1, 2, 3)
+    static = dict(window=case.window, scale=case.scale)
+    decoded = REFERENCE.decode(case.q, *case.pages, case.q_start, case.kv_length, **static)
+    merged = REFERENCE.merge(*decoded, case.q, *case.block, **static)
+    whole = REFERENCE.block(case.q, *case.block, *case.pages, case.q_start, **static, causal=False)
+    case = dataclasses.replace(case, q=with_nan(case.q, [in_context, last, without_context]))
+    calls = [
+        (decode(case, multiprocessors), decoded, [in_context, last]),
+        (merge(decoded, case), merged, [in_context, without_context]),  # no key comes after the last query
+        (block(case, multiprocessors, False), whole, [in_context, last, without_context]),
+    ]
+    for actual, expected, lost in calls:
+        if mutant:
+            with pytest.raises(AssertionError, match="lse"):
+                assert_lost(actual, expected, lost, "float16")
+        else:
+            assert_lost(actual, expected, lost, "float16")

@@ -11,10 +11,12 @@ from attention_cases import (
     REFERENCE,
     Case,
     assert_close,
+    assert_lost,
     load_golden,
     matches_golden,
     random_case,
     repaged,
+    with_nan,
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -156,6 +158,52 @@ def test_mutants_are_caught(mutant: str, monkeypatch: pytest.MonkeyPatch) -> Non
     actual = mosaic_sm90.attend(*args, **static, tuning=Tuning(tile=64), interpret=_mosaic.interpreter())
     with pytest.raises(AssertionError):
         assert_close(actual, REFERENCE.decode(*args, **static), "bfloat16")
+
+
+def _only_above_zero(state):
+    values, maximum, total = state
+    seen = total > 0
+    safe = jnp.where(seen, total, 1.0)
+    lse = jnp.where(seen, maximum + jnp.log2(safe), -jnp.inf)
+    return values * _mosaic.along_rows(1.0 / safe, values.shape), lse
+
+
+@pytest.mark.parametrize("mutant", [False, True])
+@pytest.mark.parametrize("way", ["one split", "two splits", "block"])
+def test_a_query_that_is_no_number_is_seen(way: str, mutant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its own row alone; a query that sees no key keeps 0 and -inf, whatever it is."""
+    if mutant:
+        monkeypatch.setattr(_mosaic_softmax, "finish", _only_above_zero)
+    case = random_case(
+        4, q_start=[90, 3], kv_length=[94, 0], queries=4, heads=(16, 1), head_dim=64, page=16, window=70,
+        dtype="bfloat16",
+    )  # fmt: skip
+    in_context, last, without_context = (0, 1, 5), (0, 3, 7), (1, 2, 3)
+    q = with_nan(case.q, [in_context, last, without_context])
+    static = dict(window=70, scale=0.1)
+    tuning = Tuning(tile=64, splits=2, merge="kernel") if way == "two splits" else Tuning(tile=64)
+    run = dict(static, interpret=_mosaic.interpreter())
+    if way == "block":
+        decoded = REFERENCE.decode(case.q, *case.pages, case.q_start, case.kv_length, **static)
+        expected = REFERENCE.merge(*decoded, case.q, *case.block, **static)
+        actual = merge_future_block_mosaic(*decoded, q, *case.block, **run)
+        lost = [in_context, without_context]  # no key comes after the last query
+        args = (*case.block, *case.pages, case.q_start)
+        whole = block_attention_mosaic(q, *args, **run, causal=False, tuning=tuning)
+        calls = [
+            (actual, expected, lost),
+            (whole, REFERENCE.block(case.q, *args, **static, causal=False), [*lost, last]),
+        ]
+    else:
+        args = (*case.pages, case.q_start, case.kv_length)
+        actual = mosaic_sm90.attend(q, *args, **run, tuning=tuning)
+        calls = [(actual, REFERENCE.decode(case.q, *args, **static), [in_context, last])]
+    for actual, expected, lost in calls:
+        if mutant:
+            with pytest.raises(AssertionError, match="lse"):
+                assert_lost(actual, expected, lost, "bfloat16")
+        else:
+            assert_lost(actual, expected, lost, "bfloat16")
 
 
 def abstract(batch, queries, heads, head_dim, page, entries, dtype=jnp.bfloat16):

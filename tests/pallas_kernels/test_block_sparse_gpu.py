@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import assert_close, random_difference
+from attention_cases import assert_close, assert_lost, random_difference, with_nan
 from gpu_marks import TRITON, XLA, needs_gpu
 from sparse_cases import (
     SCORE_TOLERANCE,
@@ -21,6 +21,7 @@ from sparse_cases import (
     index_inputs,
     random_case,
     scores_differ,
+    scores_of_all_kinds,
     scores_oracle,
     selection_oracle,
     with_untouched,
@@ -104,6 +105,19 @@ def test_blocks_that_nobody_selected_are_not_read(implementation: str) -> None:
 
 
 @pytest.mark.parametrize("implementation", ALL)
+@pytest.mark.parametrize("rows", [2, 40])  # many splits, and few or none
+def test_a_query_that_is_no_number_is_seen(rows: int, implementation: str) -> None:
+    """In its own row alone; a query that sees no key keeps 0 and -inf, whatever it is."""
+    case = random_case(FRESH, q_start=[700, 31] * (rows // 2), dtype="bfloat16", **SHAPES["the model"])
+    ids = jnp.broadcast_to(jnp.arange(16, dtype=jnp.int32), case.block_ids.shape)
+    case = dataclasses.replace(case, block_ids=ids.at[1].set(-1))
+    seen, also_seen, without_a_key = (0, 1, 5), (0, 7, 63), (1, 2, 3)
+    expected = jax.jit(functools.partial(block_sparse_decode_reference, **case.static))(*case.arrays)
+    case = dataclasses.replace(case, q=with_nan(case.q, [seen, also_seen, without_a_key]))
+    assert_lost(attend(case, implementation), expected, [seen, also_seen], "bfloat16", f"seed {FRESH}")
+
+
+@pytest.mark.parametrize("implementation", ALL)
 def test_loop_and_vmap(implementation: str) -> None:
     case = random_case(FRESH, q_start=[40, 12], dtype="bfloat16", **SHAPES["tiny"])
     run = functools.partial(block_sparse_decode, implementation=implementation, **case.static)
@@ -178,6 +192,17 @@ def test_selection(ties: bool, blocks: int, top_k: int, implementation: str) -> 
     program = jax.jit(functools.partial(select_blocks, block_size=8, top_k=top_k, implementation=implementation))
     actual = program(jnp.asarray(scores), jnp.asarray(positions))
     np.testing.assert_array_equal(actual, selection_oracle(scores, positions, block_size=8, top_k=top_k))
+
+
+@pytest.mark.parametrize("implementation", ALL)
+@pytest.mark.parametrize("blocks, top_k", [(8192, 16), (256, 16), (13, 4), (3, 5), (1, 1)])
+def test_selection_by_scores_of_all_kinds(blocks: int, top_k: int, implementation: str) -> None:
+    scores = scores_of_all_kinds(FRESH, blocks)
+    positions = np.random.default_rng(FRESH).integers(-1, blocks * 8 + 4, (2, 8)).astype(np.int32)
+    program = jax.jit(functools.partial(select_blocks, block_size=8, top_k=top_k, implementation=implementation))
+    actual = program(jnp.asarray(scores), jnp.asarray(positions))
+    expected = selection_oracle(scores, positions, block_size=8, top_k=top_k)
+    np.testing.assert_array_equal(actual, expected, f"seed {FRESH}")
 
 
 @pytest.mark.parametrize("implementation", ALL)

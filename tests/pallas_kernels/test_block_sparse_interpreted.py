@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import RANDOM_TOLERANCE, assert_close, random_difference
+from attention_cases import RANDOM_TOLERANCE, assert_close, assert_lost, random_difference, with_nan
 from sparse_cases import Case, attention_oracle, random_case, with_untouched
-from triton_interpreter import interpreted, requires_interpreter
+from triton_interpreter import interpreted, requires_interpreter, rewrite
 
 SHAPES = {
     "as the model": dict(queries=8, heads=(32, 2), head_dim=64, page=32, block_size=32, top_k=4),
@@ -87,3 +87,24 @@ def test_a_repeated_block_counts_once() -> None:
     twice = once.at[..., 2:].set(once[..., :2])
     a, b = (attend(dataclasses.replace(case, block_ids=jnp.asarray(ids))) for ids in (once, twice))
     jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+@requires_interpreter
+@pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # numpy's word on such a maximum
+@pytest.mark.parametrize("mutant", [False, True])
+@pytest.mark.parametrize("multiprocessors", [1, 40])
+def test_a_query_that_is_no_number_is_seen(multiprocessors: int, mutant: bool, monkeypatch, tmp_path) -> None:
+    if mutant:
+        for kernel in ("windowed_decode", "block_sparse_decode"):
+            rewrite(monkeypatch, tmp_path, f"pallas_kernels.{kernel}.triton_kernel", "total != 0", "total > 0")
+    case = random_case(7, q_start=[100, 31], dtype="float16", **SHAPES["as the model"])
+    ids = jnp.broadcast_to(jnp.asarray([2, 0, -1, 3], jnp.int32), case.block_ids.shape)
+    case = dataclasses.replace(case, block_ids=ids.at[1].set(-1))
+    seen, also_seen, without_a_key = (0, 1, 5), (0, 7, 31), (1, 2, 3)
+    poisoned = dataclasses.replace(case, q=with_nan(case.q, [seen, also_seen, without_a_key]))
+    actual, expected = attend(poisoned, multiprocessors=multiprocessors), attention_oracle(case)
+    if mutant:
+        with pytest.raises(AssertionError, match="lse"):
+            assert_lost(actual, expected, [seen, also_seen], "float16")
+    else:
+        assert_lost(actual, expected, [seen, also_seen], "float16")

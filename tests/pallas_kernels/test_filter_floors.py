@@ -55,7 +55,7 @@ def test_arguments_that_do_not_fit() -> None:
         call(logits[:, :0], *rest)
     with pytest.raises(TypeError, match="got int32; cast them"):
         call(jnp.zeros(logits.shape, jnp.int32), *rest)
-    with pytest.raises(ValueError, match="unknown implementation 'mosaic'"):
+    with pytest.raises(NotImplementedError, match="filter_floors has no form 'mosaic', only 'triton' and 'xla'"):
         call(logits, *rest, implementation="mosaic")
 
 

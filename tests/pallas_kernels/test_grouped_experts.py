@@ -161,6 +161,24 @@ def test_derivatives(name: str) -> None:
     assert abs(ours - differences) <= 1e-3 * abs(differences)
 
 
+def test_rows_at_negative_positions_are_padding() -> None:
+    case = random_case(16, choices("random", 6))
+    positions = jnp.asarray(np.where(np.arange(len(case.x)) % 3 == 1, -1, 7), jnp.int32)
+    x = jnp.where(positions[:, None] < 0, jnp.nan, case.x)
+
+    def call(x, positions):
+        return grouped_experts(
+            x, case.experts, case.weights, case.gate, case.up, case.down, positions, **STATIC, implementation="xla"
+        )
+
+    found = call(x, positions)
+    without = np.where(np.asarray(positions)[:, None] < 0, 6, np.asarray(case.experts))
+    assert_close(found, oracle(dataclasses.replace(case, experts=jnp.asarray(without, jnp.int32))), FLOAT32)
+    both = jax.vmap(call)(jnp.stack([x, case.x]), jnp.stack([positions, 0 * positions]))
+    np.testing.assert_allclose(both[0], found, atol=1e-5)
+    assert_close(both[1], oracle(case), FLOAT32)
+
+
 def test_vmap_equals_a_loop() -> None:
     cases = [random_case(13, choices("random", 6)), random_case(13, choices("some choices without", 6))]
     first = cases[0]
@@ -197,13 +215,21 @@ BAD = [
     (dict(down=dataclasses.replace(GOOD.down, scale=GOOD.down.scale[..., :1])), ValueError, "down.scale must be"),
     (dict(alpha=jnp.float32(1)), TypeError, "alpha must be a Python float"),
     (dict(limit=float("inf")), ValueError, "limit must be finite, got inf"),
+    (dict(positions=jnp.zeros(4, jnp.int32)), ValueError, "positions must be int32 [N] = (3,) for x (3, 64)"),
+    (dict(positions=jnp.zeros(3)), ValueError, "positions must be int32 [N] = (3,) for x (3, 64), got float32 (3,)"),
+    (dict(routing="mosaic"), ValueError, "routing must be None, 'triton' or 'xla', got 'mosaic'"),
+    (
+        dict(routing="triton", implementation="xla"),
+        NotImplementedError,
+        "the XLA form makes its lists without a kernel",
+    ),
     (dict(implementation="cuda"), ValueError, "unknown implementation 'cuda'"),
 ]
 
 
 @pytest.mark.parametrize("changes, kind, message", BAD, ids=lambda value: str(value)[:40])
 def test_bad_arguments_are_named(changes: dict, kind: type[Exception], message: str) -> None:
-    options = STATIC | {k: v for k, v in changes.items() if k in ("alpha", "limit", "implementation")}
+    options = STATIC | {k: v for k, v in changes.items() if k not in GOOD.__dict__}
     case = dataclasses.replace(GOOD, **{k: v for k, v in changes.items() if k not in options})
     function = inspect.unwrap(grouped_experts)  # the test run's shape checker would speak first
     with pytest.raises(kind, match=re.escape(message)):

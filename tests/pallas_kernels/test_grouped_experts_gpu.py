@@ -29,7 +29,7 @@ from experts_cases import (
     oracle,
     random_case,
 )
-from gpu_marks import MARKS, needs_gpu
+from gpu_marks import MARKS, needs_gpu, needs_sm90, needs_triton
 
 from pallas_kernels.grouped_experts.api import grouped_experts
 from pallas_kernels.grouped_experts.reference import grouped_experts_reference
@@ -212,6 +212,37 @@ def test_vmap_folds_into_the_rows(implementation: str) -> None:
         jax.vmap(lambda gate: grouped_experts(
             first.x, first.experts, first.weights, gate, first.up, first.down, **STATIC, implementation=implementation
         ))(jax.tree.map(lambda a: a[None], first.gate))  # fmt: skip
+
+
+@needs_sm90
+@needs_triton
+@pytest.mark.parametrize("rows", [1, 8, 37, 64, 128])
+def test_routing_in_one_launch_gives_the_same_bits(rows: int) -> None:
+    chosen = np.argsort(np.random.default_rng(rows).normal(size=(rows, 16)) + np.arange(16) / 8)[:, :4]
+    for kind in ("mxfp8", "nvfp4 divide"):
+        case = random_case(fresh_seed(), np.where(chosen == 3, 16 + rows % 2, chosen), kind=kind, experts=16, **SIZES)
+        positions = jnp.asarray(np.where(np.arange(rows) % 5 == 2, -1, 9), jnp.int32)
+
+        def call(x, experts, weights, positions, routing, case=case):
+            arrays = x, experts, weights, case.gate, case.up, case.down, positions
+            return grouped_experts(*arrays, **STATIC, implementation="mosaic", routing=routing)
+
+        inputs = case.x, case.experts, case.weights, positions
+        apart, together = (jax.jit(functools.partial(call, routing=name))(*inputs) for name in ("xla", "triton"))
+        np.testing.assert_array_equal(together, apart)
+        without = jnp.where(positions[:, None] < 0, 16, case.experts)
+        assert_close(together, oracle(dataclasses.replace(case, experts=without)), BFLOAT16)
+        if rows == 64:
+            split = [a.reshape(2, 32, *a.shape[1:]) for a in inputs]
+            mapped = jax.jit(jax.vmap(functools.partial(call, routing=None)))(*split)
+            # Tiles are cut for the rows of one example, so sums are in another order than those of all 64 rows.
+            assert_close(mapped.reshape(together.shape), oracle(dataclasses.replace(case, experts=without)), BFLOAT16)
+
+            def loop(x, experts, weights, positions, call=call):
+                body = lambda i, total: total + call(x, experts, weights, positions, "triton")  # noqa: E731
+                return jax.lax.fori_loop(0, 3, body, jnp.zeros(x.shape, jnp.float32))
+
+            np.testing.assert_allclose(jax.jit(loop)(*inputs), 3 * together, rtol=1e-6)
 
 
 @pytest.mark.parametrize("implementation", KERNELS)

@@ -144,6 +144,38 @@ def test_lowers_to_cuda(form: Format, rows: int) -> None:
     assert set(touched) <= {"reshape"}, touched
 
 
+def test_which_lists_a_kernel_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    few, many = real_size(NVFP4, 128), real_size(NVFP4, 129)
+    assert [mosaic_sm90.choose_routing(few, Hopper(), name) for name in ("xla", None)] == ["xla", "xla"]
+    with pytest.raises(NotImplementedError, match="jax-triton"):
+        mosaic_sm90.choose_routing(few, Hopper(), "triton")
+    monkeypatch.setattr(mosaic_sm90, "require_triton", lambda *_: 132)
+    assert [mosaic_sm90.choose_routing(few, Hopper(), name) for name in ("triton", "xla", None)] == [
+        "triton", "xla", "triton",
+    ]  # fmt: skip
+    assert mosaic_sm90.choose_routing(many, Hopper(), None) == "xla"
+    with pytest.raises(NotImplementedError, match="up to 512 choices, got 516"):
+        mosaic_sm90.choose_routing(many, Hopper(), "triton")
+
+
+def test_padding_adds_nothing() -> None:
+    sizes = SIZES | dict(hidden=256, inner=512)
+    case = random_case(3, choices("random", 3, rows=5), kind="nvfp4 divide", **sizes)
+    positions = jnp.asarray([3, -1, 0, -1, 9], jnp.int32)
+    without = jnp.where(positions[:, None] < 0, 3, case.experts)
+    problem, arrays = describe(case)
+    tilings = tuple(
+        Tiling(tokens=8, step=256, stages=2, warpgroups=w, split=s, scale_stages=2) for w, s in ((2, 1), (1, 2))
+    )
+    run = functools.partial(
+        mosaic_sm90.grouped_experts_mosaic, positions=positions, problem=problem, tilings=tilings, multiprocessors=2,
+        interpret=_mosaic.interpreter(detect_races=False),
+    )  # fmt: skip
+    found = jax.jit(run)(case.x, case.experts, case.weights, *arrays)
+    assert_close(found, oracle(dataclasses.replace(case, experts=without)), BFLOAT16)
+    assert not np.asarray(found)[[1, 3]].any()
+
+
 class Hopper:
     platform, compute_capability, device_kind, core_count = "gpu", "9.0", "H200", 132
 
@@ -153,12 +185,16 @@ def test_layers_of_one_size_are_lowered_once() -> None:
     shape, p = jax.ShapeDtypeStruct, problem
     weights = [abstract(MXFP8, p.experts, p.inner, p.hidden)] * 2 + [abstract(MXFP8, p.experts, p.hidden, p.inner)]
 
-    def layers(x, experts, shares, first, second):
+    def layers(x, experts, shares, positions, first, second):
         for layer in (first, second):
-            x = x + mosaic_sm90.build(real_size(MXFP8, 8), Hopper())(x, experts, shares, *layer).astype(x.dtype)
+            x = x + mosaic_sm90.build(real_size(MXFP8, 8), Hopper())(x, experts, shares, positions, *layer).astype(
+                x.dtype
+            )
         return x
 
-    inputs = shape((8, p.hidden), jnp.bfloat16), shape((8, 4), jnp.int32), shape((8, 4), jnp.float32)
+    inputs = (
+        shape((8, p.hidden), jnp.bfloat16), shape((8, 4), jnp.int32), shape((8, 4), jnp.float32), shape((8,), jnp.int32)
+    )  # fmt: skip
     text = jax.jit(layers).trace(*inputs, weights, weights).lower(lowering_platforms=("cuda",)).as_text()
     assert len(re.findall(r"custom_call @\w*mosaic_gpu", text)) == 2
 

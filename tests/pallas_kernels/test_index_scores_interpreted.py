@@ -6,8 +6,15 @@ TRITON_INTERPRET=1 pytest tests/pallas_kernels/test_index_scores_interpreted.py
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from sparse_cases import SCORE_TOLERANCE, index_inputs, scores_differ, scores_oracle, selection_oracle
-from triton_interpreter import interpreted, requires_interpreter
+from sparse_cases import (
+    SCORE_TOLERANCE,
+    index_inputs,
+    scores_differ,
+    scores_of_all_kinds,
+    scores_oracle,
+    selection_oracle,
+)
+from triton_interpreter import interpreted, requires_interpreter, rewrite
 
 SHAPES = {
     "as the model": dict(queries=8, heads=4, dim=64, slots=256, block_size=32),
@@ -70,3 +77,33 @@ def test_selection_equals_the_oracle(blocks: int, top_k: int) -> None:
     with interpreted():
         actual = triton.select(jnp.asarray(scores), jnp.asarray(positions), block_size=8, top_k=top_k)
     np.testing.assert_array_equal(actual, selection_oracle(scores, positions, block_size=8, top_k=top_k))
+
+
+def selected_and_expected(blocks: int, top_k: int) -> tuple[np.ndarray, np.ndarray]:
+    from pallas_kernels.index_scores import triton
+
+    scores = scores_of_all_kinds(blocks, blocks)
+    positions = np.random.default_rng(blocks).integers(-1, blocks * 8 + 4, (2, 8)).astype(np.int32)
+    with interpreted():
+        actual = triton.select(jnp.asarray(scores), jnp.asarray(positions), block_size=8, top_k=top_k)
+    return np.asarray(actual), selection_oracle(scores, positions, block_size=8, top_k=top_k)
+
+
+@requires_interpreter
+@pytest.mark.parametrize("blocks, top_k", [(13, 4), (3, 5), (64, 16), (1, 1)])
+def test_selection_by_scores_of_all_kinds(blocks: int, top_k: int) -> None:
+    np.testing.assert_array_equal(*selected_and_expected(blocks, top_k))
+
+
+MUTANTS = {
+    "the query's own block is forced like others": ("0x7FFFFFFF, ascending)", "0x7F800000, ascending)"),
+    "NaN is a number": ("score == score", "score != 0.5"),
+    "-0 is less than 0": ("score == 0.0", "score == 0.5"),
+}
+
+
+@requires_interpreter
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_mutants_of_the_selection(mutant: str, monkeypatch, tmp_path) -> None:
+    rewrite(monkeypatch, tmp_path, "pallas_kernels.index_scores.triton_kernel", *MUTANTS[mutant])
+    assert not np.array_equal(*selected_and_expected(13, 4))

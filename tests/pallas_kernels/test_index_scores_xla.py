@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sparse_cases import SCORE_TOLERANCE, index_inputs, scores_differ, scores_oracle, selection_oracle
+from sparse_cases import (
+    SCORE_TOLERANCE,
+    index_inputs,
+    scores_differ,
+    scores_of_all_kinds,
+    scores_oracle,
+    selection_oracle,
+)
 
 from pallas_kernels.index_scores.api import index_block_scores, select_blocks
 from pallas_kernels.index_scores.reference import index_block_scores_reference, select_blocks_reference
@@ -102,6 +109,31 @@ def test_selection_equals_the_oracle(seed: int, shape: tuple[int, int], ties: bo
     for function in (functools.partial(select_blocks, implementation="xla"), select_blocks_reference):
         actual = function(jnp.asarray(scores), jnp.asarray(positions), block_size=8, top_k=top_k)
         np.testing.assert_array_equal(actual, expected)
+
+
+@pytest.mark.parametrize("blocks, top_k", [(13, 4), (3, 5), (40, 16), (1, 1)])
+def test_selection_by_scores_of_all_kinds(blocks: int, top_k: int) -> None:
+    """Forced blocks behind the query's own, no NaN, and no block twice."""
+    scores = scores_of_all_kinds(blocks, blocks)
+    positions = np.random.default_rng(blocks).integers(-1, blocks * 8 + 4, (2, 8)).astype(np.int32)
+    expected = selection_oracle(scores, positions, block_size=8, top_k=top_k)
+    static = dict(block_size=8, top_k=top_k)
+    for function in (functools.partial(select_blocks, implementation="xla"), select_blocks_reference):
+        actual = function(jnp.asarray(scores), jnp.asarray(positions), **static)
+        np.testing.assert_array_equal(actual, expected)
+        np.testing.assert_array_equal(jax.jit(functools.partial(function, **static))(scores, positions), expected)
+    if blocks < top_k:
+        return
+    # The mutants: NaN is larger than all; the query's own block is forced like others; NaN is a place without a block.
+    number, own = np.arange(blocks), positions[..., None, None] // 8
+    seen = np.where(number < own, scores, np.float32(-np.inf))
+    nan_first = selection_oracle(np.where(np.isnan(seen), np.inf, seen), positions, **static)
+    forced = np.where(number == own, np.inf, np.where(np.isnan(seen), -np.inf, seen))
+    order = np.argsort(-forced, -1, "stable")[..., :top_k]
+    like_others = np.where(np.take_along_axis(forced, order, -1) > -np.inf, order, -1)
+    holes = np.where(np.isnan(np.take_along_axis(seen, np.maximum(nan_first, 0), -1)), -1, nan_first)
+    for mutant in (nan_first, like_others, holes) if blocks > 1 else ():
+        assert not np.array_equal(expected, mutant)
 
 
 def test_mutants_of_the_selection() -> None:

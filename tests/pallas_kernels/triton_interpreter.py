@@ -9,12 +9,14 @@ another: races do not show.
 """
 
 import contextlib
+import importlib
 import importlib.util
 import inspect
 import os
 import sys
 import types
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -144,3 +146,18 @@ def interpreted() -> Iterator[None]:
         del sys.modules["jax_triton"]
         if before is not None:
             sys.modules["jax_triton"] = before
+
+
+def rewrite(monkeypatch: pytest.MonkeyPatch, folder: Path, module: str, right: str, wrong: str) -> None:
+    """Makes a mutant: until the test ends, `module` is its own text with `wrong` in place of each `right`."""
+    text = Path(str(importlib.import_module(module).__file__)).read_text()
+    assert right in text
+    path = folder / f"{module}.py"
+    path.write_text(text.replace(right, wrong))
+    specification = importlib.util.spec_from_file_location(module, path)
+    assert specification is not None and specification.loader is not None
+    mutant = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(mutant)
+    monkeypatch.setitem(sys.modules, module, mutant)
+    package, name = module.rsplit(".", 1)
+    monkeypatch.setattr(sys.modules[package], name, mutant)  # a function of the same name may hide the package
