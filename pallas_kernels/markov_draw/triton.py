@@ -27,6 +27,7 @@ class Tile(NamedTuple):
       policy: of the cache for the logits.
       snake: every other slot goes through the table from its end.
       pick_warps: of the second kernel.
+      wide: rotations of four that are products.
     """
 
     rows: int
@@ -40,6 +41,7 @@ class Tile(NamedTuple):
     policy: str = ""
     snake: bool = True
     pick_warps: int = 8
+    wide: int = 0
 
 
 TILES = {
@@ -49,6 +51,7 @@ TILES = {
     32: Tile(32, 128, 4),
     64: Tile(64, 64, 4),
 }
+
 
 def build(logits: Any, latents: Any) -> Callable[..., tuple[jax.Array, ...]]:
     """The kernels for arguments like these on their device, or NotImplementedError with the reason."""
@@ -119,7 +122,7 @@ def run(
         BATCH=batch, SLOTS=slots, LATENTS=latents.shape[0], VOCAB=vocab, RANK=rank, CHUNKS=chunks, ROWS=form.rows,
         COLUMNS=form.columns, AXIS=form.axis, WIDTH=form.tokens,
         STEP=power_of_two(rank) if form.programs else min(form.step, power_of_two(rank)), PROGRAMS=form.programs,
-        AHEAD=form.stages, SNAKE=form.snake, POLICY=form.policy, KEEP=keep,
+        AHEAD=form.stages, SNAKE=form.snake, POLICY=form.policy, WIDE=form.wide, KEEP=keep,
     )  # fmt: skip
     token, numbers = jax_triton.triton_call(
         out, words, settings, part, slot + 2, kernel=triton_kernel.pick,

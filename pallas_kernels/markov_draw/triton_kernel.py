@@ -18,51 +18,57 @@ BELOW, ABOVE = tl.constexpr(0.6931471805599453 * 2.0**-23), tl.constexpr(0.69314
 
 
 @triton.jit
-def mix(a, b, R: tl.constexpr):
+def mix(a, b, R: tl.constexpr, unit, WIDE: tl.constexpr):
+    """A round of threefry. `unit` is 1; with WIDE the rotation is a product, which other units of a GPU make."""
     a += b
-    return a, ((b << R) | (b >> (32 - R))) ^ a
+    if WIDE:
+        product = b.to(tl.uint64) * (unit << R).to(tl.uint64)
+        turned = product.to(tl.uint32) | (product >> 32).to(tl.uint32)
+    else:
+        turned = (b << R) | (b >> (32 - R))
+    return a, turned ^ a
 
 
 @triton.jit
-def mix_odd(a, b):
-    a, b = mix(a, b, 13)
-    a, b = mix(a, b, 15)
-    a, b = mix(a, b, 26)
-    return mix(a, b, 6)
+def mix_odd(a, b, unit, WIDE: tl.constexpr):
+    a, b = mix(a, b, 13, unit, False)
+    a, b = mix(a, b, 15, unit, WIDE > 0)
+    a, b = mix(a, b, 26, unit, False)
+    return mix(a, b, 6, unit, WIDE > 1)
 
 
 @triton.jit
-def mix_even(a, b):
-    a, b = mix(a, b, 17)
-    a, b = mix(a, b, 29)
-    a, b = mix(a, b, 16)
-    return mix(a, b, 24)
+def mix_even(a, b, unit, WIDE: tl.constexpr):
+    a, b = mix(a, b, 17, unit, False)
+    a, b = mix(a, b, 29, unit, WIDE > 0)
+    a, b = mix(a, b, 16, unit, False)
+    return mix(a, b, 24, unit, WIDE > 1)
 
 
 @triton.jit
-def halves(first, second, place):
+def halves(first, second, place, unit, WIDE: tl.constexpr):
     """Two uint32 whose exclusive or is what threefry makes of a place (uint32) under a key of two words."""
     third = first ^ second ^ 0x1BD11BDA
     b = place + second
-    a, b = mix_odd(b * 0 + first, b)
-    a, b = mix_even(a + second, b + (third + 1))
-    a, b = mix_odd(a + third, b + (first + 2))
-    a, b = mix_even(a + first, b + (second + 3))
-    a, b = mix_odd(a + second, b + (third + 4))
+    a, b = mix_odd(b * 0 + first, b, unit, WIDE)
+    a, b = mix_even(a + second, b + (third + 1), unit, WIDE)
+    a, b = mix_odd(a + third, b + (first + 2), unit, WIDE)
+    a, b = mix_even(a + first, b + (second + 3), unit, WIDE)
+    a, b = mix_odd(a + second, b + (third + 4), unit, WIDE)
     return a + third, b + (first + 5)
 
 
 @triton.jit
 def uniform(first, second, place):
     """The number in [0, 1) that `jax.random.uniform` draws at a place under a key."""
-    a, b = halves(first, second, place)
+    a, b = halves(first, second, place, 1, 0)
     return (((a ^ b) >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - 1.0
 
 
 @triton.jit
-def least_noise(first, second, place):
+def least_noise(first, second, place, unit, WIDE: tl.constexpr):
     """What the noise is at most ABOVE less than: a number x in [0, 1) has the noise -log(-log(1 - x)) <= -log(x)."""
-    a, b = halves(first, second, place)
+    a, b = halves(first, second, place, unit, WIDE)
     # The bits of x that `uniform` takes, as a float32: 2**32 * x, and exact.
     return BELOW * ((a ^ b) & 0xFFFFFE00).to(tl.float32).to(tl.int32, bitcast=True).to(tl.float32)
 
@@ -121,10 +127,10 @@ def no_bias(PADDED: tl.constexpr, WIDTH: tl.constexpr, AXIS: tl.constexpr):
 
 
 @triton.jit
-def least_noise_of(words, real, token, AXIS: tl.constexpr):
+def least_noise_of(words, real, token, unit, AXIS: tl.constexpr, WIDE: tl.constexpr):
     """`least_noise` of a tile."""
     first, second = tl.load(words, mask=real, other=0), tl.load(words + 1, mask=real, other=0)
-    return least_noise(of_rows(first, AXIS), of_rows(second, AXIS), of_tokens(token.to(tl.uint32), AXIS))
+    return least_noise(of_rows(first, AXIS), of_rows(second, AXIS), of_tokens(token.to(tl.uint32), AXIS), unit, WIDE)
 
 
 @triton.jit
@@ -137,7 +143,7 @@ def chunk_of(turn, slot, CHUNKS: tl.constexpr, SNAKE: tl.constexpr):
 def leave(
     bias, base, usable, chunk, row, real, slot, words_ptr, settings_ptr, out_ptr, part_ptr,
     SLOTS: tl.constexpr, VOCAB: tl.constexpr, CHUNKS: tl.constexpr, AXIS: tl.constexpr, WIDTH: tl.constexpr,
-    POLICY: tl.constexpr, KEEP: tl.constexpr,
+    POLICY: tl.constexpr, WIDE: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """What comes of the bias of a chunk."""
     token = chunk * WIDTH + tl.arange(0, WIDTH)
@@ -156,7 +162,8 @@ def leave(
     tl.store(part, top, mask=real)
     tl.store(part + CHUNKS, tl.sum(tl.exp(z), AXIS), mask=real)
     if some_drawn:
-        least = least_noise_of(words_ptr + (row * SLOTS + slot) * 2, real, token, AXIS)
+        unit = (1 + (slot >> 20)).to(tl.uint32)  # 1, but not to the compiler
+        least = least_noise_of(words_ptr + (row * SLOTS + slot) * 2, real, token, unit, AXIS, WIDE)
         tl.store(part + 2 * CHUNKS, ABOVE + tl.max(z - least, AXIS), mask=real & drawn)
     if tl.min((drawn | (real == 0)).to(tl.int32), 0) == 0:
         best = tl.min(tl.where(x == of_rows(top, AXIS), of_tokens(token, AXIS), VOCAB), AXIS)
@@ -170,6 +177,7 @@ def score(
     BATCH: tl.constexpr, SLOTS: tl.constexpr, LATENTS: tl.constexpr, VOCAB: tl.constexpr, RANK: tl.constexpr,
     CHUNKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, AXIS: tl.constexpr, WIDTH: tl.constexpr,
     STEP: tl.constexpr, PROGRAMS: tl.constexpr, AHEAD: tl.constexpr, SNAKE: tl.constexpr, POLICY: tl.constexpr,
+    WIDE: tl.constexpr,
     KEEP: tl.constexpr,
 ):  # fmt: skip
     """Logits of one chunk in some rows; of each row the largest one, the mass relative to it, the best bound.
@@ -211,7 +219,7 @@ def score(
                     bias = of_tokens(tl.sum(bias, 1 - AXIS), AXIS)
             leave(
                 bias, base, usable, chunk, row, real, slot, words_ptr, settings_ptr, out_ptr, part_ptr, SLOTS, VOCAB,
-                CHUNKS, AXIS, WIDTH, POLICY, KEEP,
+                CHUNKS, AXIS, WIDTH, POLICY, WIDE, KEEP,
             )  # fmt: skip
     else:
         chunk = chunk_of(tl.program_id(1), slot, CHUNKS, SNAKE)
@@ -238,7 +246,7 @@ def score(
                 bias = of_tokens(tl.sum(bias, 1 - AXIS), AXIS)
         leave(
             bias, base, usable, chunk, row, real, slot, words_ptr, settings_ptr, out_ptr, part_ptr, SLOTS, VOCAB,
-            CHUNKS, AXIS, WIDTH, POLICY, KEEP,
+            CHUNKS, AXIS, WIDTH, POLICY, WIDE, KEEP,
         )  # fmt: skip
 
 

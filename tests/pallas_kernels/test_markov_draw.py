@@ -101,17 +101,24 @@ def test_the_kernels_compile(batch: int, vocab: int, rank: int, capability: int)
     from pallas_kernels._triton import power_of_two
     from pallas_kernels.markov_draw import triton, triton_kernel
 
-    kinds = {"latents": BF16, "table": BF16, "index": I32, "best": I32, "token": I32, "words": "*u32", "allowed": "*i8"}
-    kept = min(power_of_two(batch, 1), triton.MOST_ROWS)
-    width, warps, stages = triton.tile(kept)
-    chunks = -(-vocab // width)
+    kinds = {"latents": BF16, "table": BF16, "index": I32, "token": I32, "words": "*u32", "allowed": "*i8"}
+    tile = triton.tile(batch)
+    chunks = -(-vocab // tile.tokens)
     known = dict(
-        BATCH=batch, SLOTS=7, LATENTS=vocab, VOCAB=vocab, RANK=rank, CHUNKS=chunks, ROWS=max(kept, 16), KEPT=kept,
-        WIDTH=width, STEP=min(triton.STEP, power_of_two(rank)), KEEP=True, CHUNKS_PADDED=power_of_two(chunks, 1),
+        BATCH=batch, SLOTS=7, LATENTS=vocab, VOCAB=vocab, RANK=rank, CHUNKS=chunks, ROWS=tile.rows,
+        COLUMNS=tile.columns, AXIS=tile.axis, WIDTH=tile.tokens,
+        STEP=power_of_two(rank) if tile.programs else min(tile.step, power_of_two(rank)), PROGRAMS=tile.programs,
+        AHEAD=tile.stages, SNAKE=tile.snake, POLICY=tile.policy, WIDE=tile.wide, KEEP=True,
+        CHUNKS_PADDED=power_of_two(chunks, 1),
     )  # fmt: skip
-    for kernel, options in ((triton_kernel.score, dict(num_warps=warps, num_stages=stages)), (triton_kernel.pick, {})):
+    stages = 1 if tile.programs else tile.stages
+    for kernel, options in (
+        (triton_kernel.score, dict(num_warps=tile.warps, num_stages=stages)),
+        (triton_kernel.pick, {}),
+    ):
         names = [parameter.name for parameter in kernel.params]
-        pointers = {n: kinds.get(n.removesuffix("_ptr"), F32) for n in names if n.endswith("_ptr")}
-        pointers |= {"slot_plus_2": "i32"} if "slot_plus_2" in names else {}
+        pointers = {n: kinds.get(n.removesuffix("_ptr"), F32) for n in names if n.endswith("_ptr")} | {
+            "slot_plus_2": "i32"
+        }
         constants = {n: known[n] for n in names if n not in pointers}
         assert compiled(kernel, capability, pointers, constants, **options).asm["cubin"]

@@ -121,6 +121,53 @@ def test_a_greedy_block_needs_no_logits() -> None:
 
 
 @requires_interpreter
+@pytest.mark.parametrize("batch", [1, 5, 20])
+def test_tokens_alone(batch: int) -> None:
+    """Without the logits, of requests some of which draw."""
+    given = arguments(batch, 515, 16)
+    for slot in range(2):
+        found = run(given, slot, keep=False)
+        assert not problems(given, found, slot, keep=False)
+        same(given, found, slot)
+
+
+@requires_interpreter
+@pytest.mark.parametrize("batch", [1, 5, 20])
+def test_huge_logits(batch: int) -> None:
+    """Differences and products that overflow; infinity counts as the largest number."""
+    given = arguments(batch, 515, 16)
+    logits = given["logits"] * jnp.float32(1e37)
+    logits = logits.at[::2, :, 77].set(jnp.inf).at[:, :, 300].set(-3.4e38)
+    given |= dict(
+        logits=logits.at[1::2, :, 400].set(3.4e38), allowed=given["allowed"].at[jnp.asarray([77, 400])].set(True)
+    )
+    found = run(given, 1)
+    np.testing.assert_array_equal(found[1], np.where(np.arange(batch) % 2 == 0, 77, 400))
+    np.testing.assert_array_equal(found[3], 0.0)
+    assert np.isfinite(np.asarray(found[2])).all()
+
+
+@requires_interpreter
+def test_a_bound_is_never_below_the_noise() -> None:
+    """Of many first words, with the second word that makes most of it."""
+    from pallas_kernels.markov_draw import triton_kernel
+
+    high = np.unique(np.concatenate([np.arange(2**12), np.arange(0, 2**23, 509), 2**23 - 1 - np.arange(2**12)]))
+    uniform = np.where(high >= 2**22, high * 2.0**-23, high * 2.0**-23 + 2.0**-47)
+    noise = -np.log(-np.log1p(-uniform))
+
+    def bound(below: float, above: float) -> np.ndarray:
+        bits = (high << 9).astype(np.uint32).astype(np.float32).view(np.int32).astype(np.float32)
+        return np.float32(above) - np.float32(below) * bits
+
+    below, above = triton_kernel.BELOW.value, triton_kernel.ABOVE.value
+    slack = bound(below, above) - noise
+    assert slack.min() > 5e-4  # scores of the tile and of the row are rounded apart, by less than this
+    assert slack[(high > 0) & (high < 2**18)].max() < 0.08  # or too many chunks would be looked at
+    assert (bound(below, above - 2.0**-9) - noise).min() < 0
+
+
+@requires_interpreter
 @pytest.mark.parametrize("name", WRONG)
 def test_the_comparison_sees_a_wrong_draw(name: str) -> None:
     given = arguments(5, 501, 16)
