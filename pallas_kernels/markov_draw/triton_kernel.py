@@ -314,19 +314,18 @@ def pick(
         line = out_ptr + (row.to(tl.int64) * SLOTS + slot) * VOCAB
         best = tl.full([], float("-inf"), tl.float32)
         bound += lower
-        ahead = tl.max(bound, 0)
+        ahead, here = tl.max(bound, 0, return_indices=True)
         while ahead > best:
-            here = tl.min(tl.where(bound == ahead, chunk, CHUNKS), 0)
             place = here * WIDTH + tl.arange(0, WIDTH)
             x = tl.load(line + place, mask=place < VOCAB, other=float("-inf"))
             where = place.to(tl.uint32)
             exact = noise(uniform(first, second, where), uniform(first, second, where + VOCAB)) + (x - base) * inverse
-            most = tl.max(exact, 0)
-            least = tl.min(tl.where(exact == most, place, VOCAB), 0)
-            better = (most > best) | ((most == best) & (least < token))
-            best, token = tl.where(better, most, best), tl.where(better, least, token)
+            most, at = tl.max(exact, 0, return_indices=True)
+            at += here * WIDTH
+            better = (most > best) | ((most == best) & (at < token))
+            best, token = tl.where(better, most, best), tl.where(better, at, token)
             bound = tl.where(chunk == here, float("-inf"), bound)
-            ahead = tl.max(bound, 0)
+            ahead, here = tl.max(bound, 0, return_indices=True)
     else:
         token = tl.min(tl.where(top == peak, bound, VOCAB), 0).to(tl.int32)
     tl.store(token_ptr + row, tl.where(some, token, -1))
