@@ -80,7 +80,7 @@ def test_arguments_that_do_not_fit() -> None:
         call(logits=given["logits"][:, :0])
     with pytest.raises(ValueError, match=r"slot must be in 0\.\.1"):
         call(slot=2)
-    with pytest.raises(NotImplementedError, match="markov_draw has no form 'mosaic', only 'triton' and 'xla'"):
+    with pytest.raises(ValueError, match="unknown implementation 'mosaic'"):
         call(implementation="mosaic")
 
 
@@ -108,10 +108,10 @@ def test_the_kernels_compile(batch: int, vocab: int, rank: int, capability: int)
         BATCH=batch, SLOTS=7, LATENTS=vocab, VOCAB=vocab, RANK=rank, CHUNKS=chunks, ROWS=tile.rows,
         COLUMNS=tile.columns, AXIS=tile.axis, WIDTH=tile.tokens,
         STEP=power_of_two(rank) if tile.programs else min(tile.step, power_of_two(rank)), PROGRAMS=tile.programs,
-        AHEAD=tile.stages, SNAKE=tile.snake, POLICY=tile.policy, WIDE=tile.wide, KEEP=True,
+        AHEAD=tile.stages, SNAKE=tile.snake, POLICY=tile.policy, WIDE=tile.wide, EARLY=tile.early, PINNED=0, KEEP=True,
         CHUNKS_PADDED=power_of_two(chunks, 1),
     )  # fmt: skip
-    stages = 1 if tile.programs else tile.stages
+    stages = 1 if tile.programs and not tile.early else tile.stages
     for kernel, options in (
         (triton_kernel.score, dict(num_warps=tile.warps, num_stages=stages)),
         (triton_kernel.pick, {}),
