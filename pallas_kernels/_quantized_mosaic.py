@@ -121,6 +121,8 @@ def multiply(
             parts_ready=gpu.Barrier(num_arrivals=helpers),
             parts_free=gpu.Barrier(num_arrivals=p.finishers(t)),
         )
+    if t.unit:
+        scratch.update(others_ready=gpu.Barrier())
     static: dict[str, Any] = dict(
         name=name, out_type=list(outputs.values()), grid={"block": p.grid(t)}, scratch=scratch,
         warpgroups=t.warpgroups * t.split + 1, interpret=interpret,

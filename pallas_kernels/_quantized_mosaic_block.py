@@ -84,7 +84,7 @@ class Block:
         self.exchange = self.shares = None
         if tiling.unit:
             self.shares = Shares(self.tiles, self.units, self.grid)
-            self.exchange = Exchange(refs, tiling.tokens, problem.finishers(tiling), interpret)
+            self.exchange = Exchange(refs, shared["others_ready"], tiling.tokens, problem.finishers(tiling), interpret)
             self.items = self.shares.pieces(self.block)
             self.copies = self.shares.start(self.block - 1) - self.shares.start(self.block)
         else:
@@ -135,6 +135,8 @@ class Block:
                 own = (piece.tile >= first) & (piece.tile < end)
                 copy() if (first, end) == (0, self.tiles) else gpu.when(own)(copy)
 
+        if self.exchange is not None:
+            self.exchange.wait(self.locate(self.items - 1))  # only the last piece can have others
         self.drain("free", self.copies * p.steps_a_scale, t.stages)
         self.drain("scale_free", self.copies, t.scale_stages)
 
@@ -228,7 +230,7 @@ class Block:
 
         return gpu.with_accumulator(run, (gpu.ROWS, self.t.tokens))
 
-    def each_step(self, piece: Piece, add: Callable[[list[Any], Any, Any], Any], total: Any) -> Any:
+    def each_step(self, piece: Piece, add: Callable[[list[Any], Any], Any], total: Any) -> Any:
         """add([(stage, scales) of each step], total) -> total, for all steps of this warpgroup, some at a time."""
         p, t, s = self.p, self.t, self.s
         a_step, own = t.step // p.form.block, p.steps_a_scale // t.split
@@ -309,8 +311,8 @@ class Block:
         """Sum, and of a tile that is complete the results. With a SwiGLU parts alternate: gate, up, gate, up."""
         sums = 2 if self.p.swiglu else 1
         totals = [functools.reduce(jnp.add, parts[i + sums :: sums], parts[i]) for i in range(sums)]
-        exchange, finisher = self.exchange, self.warpgroup
-        if exchange is None:
+        exchange, shares, finisher = self.exchange, self.shares, self.warpgroup
+        if exchange is None or shares is None:
             self.results(piece, totals)
             return
 
@@ -320,7 +322,7 @@ class Block:
 
         @gpu.when(piece.first == 0)
         def _complete() -> None:
-            self.results(piece, exchange.add_others(piece, finisher, totals, self.shares.most_others))
+            self.results(piece, exchange.add_others(piece, finisher, totals, shares.most_others))
 
     def results(self, piece: Piece, totals: list[jax.Array]) -> None:
         """Factor, SwiGLU, store."""

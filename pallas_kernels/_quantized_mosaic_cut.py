@@ -79,14 +79,15 @@ class Shares:
 class Exchange:
     """Parts of tiles in global memory, `left` [blocks, parts of a block, *part_shape], never initialised.
 
-    Counters of 4 bytes, one for each finisher of a block that owns a tile, are the zeros behind the rows of x
+    Counters of 4 bytes, one for each block, of signals for the tile that it owns, are the zeros behind the rows of x
     [tokens + `spare_rows`, in]. (Semaphores of Pallas would be zeroed by XLA, in a loop by a copy for each launch.)
+    The copying warpgroup, which is done first, waits for them, and the others in shared memory for it: `ready`.
     The interpreter has none and runs one block after the other. There a signal copies to `seen` what the block has
     written until then, no more can be read, and that only as `given` to a second launch.
     """
 
-    def __init__(self, refs: dict[str, Any], tokens: int, finishers: int, interpret: Any):
-        self.left, self.finishers, self.interpret = refs["left"], finishers, interpret
+    def __init__(self, refs: dict[str, Any], ready: Any, tokens: int, finishers: int, interpret: Any):
+        self.left, self.ready, self.finishers, self.interpret = refs["left"], ready, finishers, interpret
         self.seen, self.given = refs.get("seen", self.left), refs.get("given", self.left)
         self.a_finisher = self.left.shape[1] // finishers  # parts of it
         self.x, self.tokens = refs["x"], tokens
@@ -95,6 +96,15 @@ class Exchange:
         self.write(block, finisher, parts)
         self.signal(block, owner, finisher)
 
+    def wait(self, piece: Piece) -> None:
+        """Until the others have left their parts of the tile of this piece."""
+
+        @gpu.when(piece.others > 0)
+        def _wait() -> None:
+            if self.interpret is None:
+                gpu.wait_for_counter(self.counter(piece.owner), piece.others * self.finishers)
+            gpu.barrier_arrive(self.ready)
+
     def add_others(self, piece: Piece, finisher: Any, totals: list[jax.Array], most: int) -> list[jax.Array]:
         """totals and what the same warpgroup of the other blocks, at most so many, has left; in their order."""
 
@@ -102,8 +112,7 @@ class Exchange:
             return [a + b for a, b in zip(totals, self.take(piece.owner - 1 - i, finisher), strict=True)]
 
         def collect(totals: Any) -> Any:
-            if self.interpret is None:
-                gpu.wait_for_counter(self.counter(piece.owner, finisher), piece.others)
+            gpu.barrier_wait(self.ready)
             if most * len(totals) * totals[0].shape[1] > AT_ONCE:
                 return lax.fori_loop(0, piece.others, add, totals)
             # One after the other would be slow: that many parts are on their way together, also where fewer are wanted.
@@ -124,15 +133,14 @@ class Exchange:
 
     def signal(self, block: Any, owner: Any, finisher: Any) -> None:
         if self.interpret is None:
-            gpu.signal_counter(self.counter(owner, finisher))
+            gpu.signal_counter(self.counter(owner))
             return
         for place in self.places(finisher):
             self.seen.at[block, place][...] = self.left.at[block, place][...]
 
-    def counter(self, block: Any, finisher: Any) -> Any:
-        place = 2 * (block * self.finishers + finisher)  # in bfloat16
+    def counter(self, block: Any) -> Any:
         inputs = self.x.shape[1]
-        return self.x.at[self.tokens + divide(place, inputs), gpu.ds(modulo(place, inputs), 2)]
+        return self.x.at[self.tokens + divide(2 * block, inputs), gpu.ds(modulo(2 * block, inputs), 2)]
 
     def places(self, finisher: Any) -> list[Any]:
         return [finisher * self.a_finisher + i for i in range(self.a_finisher)]

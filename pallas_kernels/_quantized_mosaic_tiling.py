@@ -144,11 +144,11 @@ def shared_memory_bytes(form: Format, tiling: Tiling, inputs: int, swiglu: bool 
 
 
 def spare_rows(tiling: Tiling, inputs: int, multiprocessors: int) -> int:
-    """Rows of zeros that have to be behind x for the counters of blocks that share tiles: 4 bytes for each finisher.
+    """Rows of zeros that have to be behind x for the counters of blocks that share tiles: 4 bytes for each.
 
     The copy engine takes arrays in eights of rows.
     """
-    return -(-2 * multiprocessors * tiling.warpgroups // (8 * inputs)) * 8 if tiling.unit else 0
+    return -(-2 * multiprocessors // (8 * inputs)) * 8 if tiling.unit else 0
 
 
 def plan(form: Format, tiling: Tiling, inputs: int, outputs: int, swiglu: bool = False) -> None:

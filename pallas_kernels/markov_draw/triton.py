@@ -28,6 +28,8 @@ class Tile(NamedTuple):
       snake: every other slot goes through the table from its end.
       pick_warps: of the second kernel.
       wide: rotations of four that are products.
+      early: noise before the product.
+      pinned: share of the table that the cache is to keep.
     """
 
     rows: int
@@ -42,11 +44,13 @@ class Tile(NamedTuple):
     snake: bool = True
     pick_warps: int = 8
     wide: int = 0
+    early: bool = False
+    pinned: float = 0.0
 
 
 TILES = {
-    1: Tile(1, 128, 4, axis=0, columns=8),
-    8: Tile(8, 128, 4, axis=0),
+    1: Tile(1, 128, 4),
+    8: Tile(8, 128, 4, 128, 2, axis=0),
     16: Tile(16, 128, 4),
     32: Tile(32, 128, 4),
     64: Tile(64, 64, 4),
@@ -118,11 +122,13 @@ def run(
         logits, index, words, settings, latents, table, allowed, slot + 2, kernel=triton_kernel.score,
         out_shape=[shape(logits.shape, jnp.float32), shape((batch, 3, chunks), jnp.float32)],
         grid=(-(-batch // form.rows), form.programs or chunks), input_output_aliases={0: 0},
-        name="markov_draw_score_triton", num_warps=form.warps, num_stages=1 if form.programs else form.stages,
+        name="markov_draw_score_triton", num_warps=form.warps,
+        num_stages=1 if form.programs and not form.early else form.stages,
         BATCH=batch, SLOTS=slots, LATENTS=latents.shape[0], VOCAB=vocab, RANK=rank, CHUNKS=chunks, ROWS=form.rows,
         COLUMNS=form.columns, AXIS=form.axis, WIDTH=form.tokens,
         STEP=power_of_two(rank) if form.programs else min(form.step, power_of_two(rank)), PROGRAMS=form.programs,
-        AHEAD=form.stages, SNAKE=form.snake, POLICY=form.policy, WIDE=form.wide, KEEP=keep,
+        AHEAD=form.stages, SNAKE=form.snake, POLICY=form.policy, WIDE=form.wide, EARLY=form.early,
+        PINNED=int(form.pinned * chunks), KEEP=keep,
     )  # fmt: skip
     token, numbers = jax_triton.triton_call(
         out, words, settings, part, slot + 2, kernel=triton_kernel.pick,

@@ -96,11 +96,12 @@ def of_tokens(x, AXIS: tl.constexpr):
 
 
 @triton.jit
-def table_tile(table_ptr, line, inside, column, RANK: tl.constexpr, AXIS: tl.constexpr):
+def table_tile(table_ptr, line, inside, column, RANK: tl.constexpr, AXIS: tl.constexpr, POLICY: tl.constexpr):
     """[WIDTH, STEP] of the table with AXIS 0, its transpose with AXIS 1."""
     across: tl.constexpr = 1 - AXIS
     here = of_tokens(inside, AXIS) & of_tokens(column < RANK, across)
-    return tl.load(table_ptr + of_tokens(line, AXIS) + of_tokens(column, across), mask=here, other=0.0)
+    place = of_tokens(line, AXIS) + of_tokens(column, across)
+    return tl.load(table_ptr + place, mask=here, other=0.0, eviction_policy=POLICY)
 
 
 @triton.jit
@@ -127,9 +128,33 @@ def no_bias(PADDED: tl.constexpr, WIDTH: tl.constexpr, AXIS: tl.constexpr):
 
 
 @triton.jit
-def least_noise_of(words, real, token, unit, AXIS: tl.constexpr, WIDE: tl.constexpr):
+def bias_of(
+    latents_ptr, table_ptr, latent, ours, line, inside,
+    RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, AXIS: tl.constexpr, WIDTH: tl.constexpr,
+    STEP: tl.constexpr, POLICY: tl.constexpr,
+):  # fmt: skip
+    """Of one chunk."""
+    if ROWS == 1 and COLUMNS == 0:
+        sums = tl.zeros([WIDTH, STEP], tl.float32)
+        for start in tl.static_range(0, RANK, STEP):
+            w = table_tile(table_ptr, line, inside, start + tl.arange(0, STEP), RANK, 0, POLICY)
+            sums += w.to(tl.float32) * latent_row(latents_ptr, latent, start + tl.arange(0, STEP), RANK)[None, :]
+        bias = of_tokens(tl.sum(sums, 1), AXIS)
+    else:
+        PADDED: tl.constexpr = ROWS if COLUMNS == 0 else COLUMNS
+        bias = no_bias(PADDED, WIDTH, AXIS)
+        for start in range(0, RANK, STEP):
+            w = table_tile(table_ptr, line, inside, start + tl.arange(0, STEP), RANK, AXIS, POLICY)
+            x = latent_tile(latents_ptr, latent, ours, start + tl.arange(0, STEP), RANK, AXIS)
+            bias = product(bias, w, x, AXIS)
+        if COLUMNS > 0:
+            bias = of_tokens(tl.sum(bias, 1 - AXIS), AXIS)
+    return bias
+
+
+@triton.jit
+def least_noise_of(first, second, token, unit, AXIS: tl.constexpr, WIDE: tl.constexpr):
     """`least_noise` of a tile."""
-    first, second = tl.load(words, mask=real, other=0), tl.load(words + 1, mask=real, other=0)
     return least_noise(of_rows(first, AXIS), of_rows(second, AXIS), of_tokens(token.to(tl.uint32), AXIS), unit, WIDE)
 
 
@@ -141,15 +166,13 @@ def chunk_of(turn, slot, CHUNKS: tl.constexpr, SNAKE: tl.constexpr):
 
 @triton.jit
 def leave(
-    bias, base, usable, chunk, row, real, slot, words_ptr, settings_ptr, out_ptr, part_ptr,
+    bias, base, least, usable, chunk, row, real, slot, inverse, drawn, some_drawn, some_greedy, first, second,
+    out_ptr, part_ptr,
     SLOTS: tl.constexpr, VOCAB: tl.constexpr, CHUNKS: tl.constexpr, AXIS: tl.constexpr, WIDTH: tl.constexpr,
-    POLICY: tl.constexpr, WIDE: tl.constexpr, KEEP: tl.constexpr,
+    POLICY: tl.constexpr, WIDE: tl.constexpr, EARLY: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """What comes of the bias of a chunk."""
     token = chunk * WIDTH + tl.arange(0, WIDTH)
-    inverse = tl.load(settings_ptr + row * 2, mask=real, other=1.0)
-    drawn = tl.load(settings_ptr + row * 2 + 1, mask=real, other=0.0) != 0.0
-    some_drawn = tl.max(drawn.to(tl.int32), 0) > 0
     x = base + (bias + of_tokens(tl.where(usable != 0, 0.0, float("-inf")), AXIS))
     x = tl.where(x == x, tl.minimum(x, LARGEST), float("-inf"))
     if KEEP or some_drawn:
@@ -162,10 +185,13 @@ def leave(
     tl.store(part, top, mask=real)
     tl.store(part + CHUNKS, tl.sum(tl.exp(z), AXIS), mask=real)
     if some_drawn:
-        unit = (1 + (slot >> 20)).to(tl.uint32)  # 1, but not to the compiler
-        least = least_noise_of(words_ptr + (row * SLOTS + slot) * 2, real, token, unit, AXIS, WIDE)
-        tl.store(part + 2 * CHUNKS, ABOVE + tl.max(z - least, AXIS), mask=real & drawn)
-    if tl.min((drawn | (real == 0)).to(tl.int32), 0) == 0:
+        if EARLY:
+            bound = z - least
+        else:
+            unit = (1 + (slot >> 20)).to(tl.uint32)  # 1, but not to the compiler
+            bound = z - least_noise_of(first, second, token, unit, AXIS, WIDE)
+        tl.store(part + 2 * CHUNKS, ABOVE + tl.max(bound, AXIS), mask=real & drawn)
+    if some_greedy:
         best = tl.min(tl.where(x == of_rows(top, AXIS), of_tokens(token, AXIS), VOCAB), AXIS)
         tl.store(part + 2 * CHUNKS, best.to(tl.float32), mask=real & (drawn == 0))
 
@@ -177,8 +203,7 @@ def score(
     BATCH: tl.constexpr, SLOTS: tl.constexpr, LATENTS: tl.constexpr, VOCAB: tl.constexpr, RANK: tl.constexpr,
     CHUNKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, AXIS: tl.constexpr, WIDTH: tl.constexpr,
     STEP: tl.constexpr, PROGRAMS: tl.constexpr, AHEAD: tl.constexpr, SNAKE: tl.constexpr, POLICY: tl.constexpr,
-    WIDE: tl.constexpr,
-    KEEP: tl.constexpr,
+    WIDE: tl.constexpr, EARLY: tl.constexpr, PINNED: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """Logits of one chunk in some rows; of each row the largest one, the mass relative to it, the best bound.
 
@@ -194,23 +219,34 @@ def score(
     real = row < BATCH
     place = group * ROWS + tl.arange(0, PADDED)
     ours = (place < BATCH) & (tl.arange(0, PADDED) < ROWS)
+    # What has to come from memory is asked for before anything waits.
     latent = tl.load(index_ptr + place, mask=ours, other=0).to(tl.int64)
+    words = words_ptr + (row * SLOTS + slot) * 2
+    first, second = tl.load(words, mask=real, other=0), tl.load(words + 1, mask=real, other=0)
+    inverse = tl.load(settings_ptr + row * 2, mask=real, other=1.0)
+    drawn = tl.load(settings_ptr + row * 2 + 1, mask=real, other=0.0) != 0.0
     latent = tl.where(latent < 0, latent + LATENTS, latent) * RANK
+    some_drawn = tl.max(drawn.to(tl.int32), 0) > 0
+    some_greedy = tl.min((drawn | (real == 0)).to(tl.int32), 0) == 0
     if PROGRAMS > 0:
         column = tl.arange(0, STEP)
         if ALONE:
             x = latent_row(latents_ptr, latent, column, RANK)
         else:
             x = latent_tile(latents_ptr, latent, ours, column, RANK, AXIS)
-        for turn in tl.range(tl.program_id(1), CHUNKS, PROGRAMS, num_stages=AHEAD):
+        for turn in tl.range(tl.program_id(1), CHUNKS, PROGRAMS, num_stages=None if EARLY else AHEAD):
             chunk = chunk_of(turn, slot, CHUNKS, SNAKE)
             token = chunk * WIDTH + tl.arange(0, WIDTH)
             inside = token < VOCAB
-            w = table_tile(table_ptr, token.to(tl.int64) * RANK, inside, column, RANK, TABLE_AXIS)
+            w = table_tile(table_ptr, token.to(tl.int64) * RANK, inside, column, RANK, TABLE_AXIS, "")
             at = of_rows((row.to(tl.int64) * SLOTS + slot) * VOCAB, AXIS) + of_tokens(token, AXIS)
             live = of_rows(real, AXIS) & of_tokens(inside, AXIS)
             base = tl.load(logits_ptr + at, mask=live, other=0.0, eviction_policy=POLICY)
             usable = tl.load(allowed_ptr + token, mask=inside, other=0)
+            if EARLY:
+                least = least_noise_of(first, second, token, (1 + (slot >> 20)).to(tl.uint32), AXIS, WIDE)
+            else:
+                least = 0.0
             if ALONE:
                 bias = of_tokens(tl.sum(w.to(tl.float32) * x[None, :], 1), AXIS)
             else:
@@ -218,8 +254,8 @@ def score(
                 if COLUMNS > 0:
                     bias = of_tokens(tl.sum(bias, 1 - AXIS), AXIS)
             leave(
-                bias, base, usable, chunk, row, real, slot, words_ptr, settings_ptr, out_ptr, part_ptr, SLOTS, VOCAB,
-                CHUNKS, AXIS, WIDTH, POLICY, WIDE, KEEP,
+                bias, base, least, usable, chunk, row, real, slot, inverse, drawn, some_drawn, some_greedy, first,
+                second, out_ptr, part_ptr, SLOTS, VOCAB, CHUNKS, AXIS, WIDTH, POLICY, WIDE, EARLY, KEEP,
             )  # fmt: skip
     else:
         chunk = chunk_of(tl.program_id(1), slot, CHUNKS, SNAKE)
@@ -230,23 +266,24 @@ def score(
         live = of_rows(real, AXIS) & of_tokens(inside, AXIS)
         base = tl.load(logits_ptr + at, mask=live, other=0.0, eviction_policy=POLICY)
         usable = tl.load(allowed_ptr + token, mask=inside, other=0)
-        if ALONE:
-            sums = tl.zeros([WIDTH, STEP], tl.float32)
-            for start in tl.static_range(0, RANK, STEP):
-                w = table_tile(table_ptr, line, inside, start + tl.arange(0, STEP), RANK, TABLE_AXIS)
-                sums += w.to(tl.float32) * latent_row(latents_ptr, latent, start + tl.arange(0, STEP), RANK)[None, :]
-            bias = of_tokens(tl.sum(sums, 1), AXIS)
+        least = 0.0
+        if PINNED == 0:
+            bias = bias_of(
+                latents_ptr, table_ptr, latent, ours, line, inside, RANK, ROWS, COLUMNS, AXIS, WIDTH, STEP, ""
+            )  # fmt: skip
+        elif chunk < PINNED:
+            bias = bias_of(
+                latents_ptr, table_ptr, latent, ours, line, inside, RANK, ROWS, COLUMNS, AXIS, WIDTH, STEP, "evict_last"
+            )  # fmt: skip
         else:
-            bias = no_bias(PADDED, WIDTH, AXIS)
-            for start in range(0, RANK, STEP):
-                w = table_tile(table_ptr, line, inside, start + tl.arange(0, STEP), RANK, TABLE_AXIS)
-                x = latent_tile(latents_ptr, latent, ours, start + tl.arange(0, STEP), RANK, AXIS)
-                bias = product(bias, w, x, AXIS)
-            if COLUMNS > 0:
-                bias = of_tokens(tl.sum(bias, 1 - AXIS), AXIS)
+            bias = bias_of(
+                latents_ptr, table_ptr, latent, ours, line, inside, RANK, ROWS, COLUMNS, AXIS, WIDTH, STEP,
+                "evict_first",
+            )  # fmt: skip
         leave(
-            bias, base, usable, chunk, row, real, slot, words_ptr, settings_ptr, out_ptr, part_ptr, SLOTS, VOCAB,
-            CHUNKS, AXIS, WIDTH, POLICY, WIDE, KEEP,
+            bias, base, least, usable, chunk, row, real, slot, inverse, drawn, some_drawn, some_greedy, first, second,
+                out_ptr, part_ptr, SLOTS, VOCAB,
+            CHUNKS, AXIS, WIDTH, POLICY, WIDE, EARLY, KEEP,
         )  # fmt: skip
 
 
@@ -277,19 +314,18 @@ def pick(
         line = out_ptr + (row.to(tl.int64) * SLOTS + slot) * VOCAB
         best = tl.full([], float("-inf"), tl.float32)
         bound += lower
-        ahead = tl.max(bound, 0)
+        ahead, here = tl.max(bound, 0, return_indices=True)
         while ahead > best:
-            here = tl.min(tl.where(bound == ahead, chunk, CHUNKS), 0)
             place = here * WIDTH + tl.arange(0, WIDTH)
             x = tl.load(line + place, mask=place < VOCAB, other=float("-inf"))
             where = place.to(tl.uint32)
             exact = noise(uniform(first, second, where), uniform(first, second, where + VOCAB)) + (x - base) * inverse
-            most = tl.max(exact, 0)
-            least = tl.min(tl.where(exact == most, place, VOCAB), 0)
-            better = (most > best) | ((most == best) & (least < token))
-            best, token = tl.where(better, most, best), tl.where(better, least, token)
+            most, at = tl.max(exact, 0, return_indices=True)
+            at += here * WIDTH
+            better = (most > best) | ((most == best) & (at < token))
+            best, token = tl.where(better, most, best), tl.where(better, at, token)
             bound = tl.where(chunk == here, float("-inf"), bound)
-            ahead = tl.max(bound, 0)
+            ahead, here = tl.max(bound, 0, return_indices=True)
     else:
         token = tl.min(tl.where(top == peak, bound, VOCAB), 0).to(tl.int32)
     tl.store(token_ptr + row, tl.where(some, token, -1))

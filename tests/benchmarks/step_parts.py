@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,21 @@ class Part:
     nbytes: float
     operations: float = 0.0
     drafter: bool = False
+
+
+class LastLogits:
+    """A Markov head that keeps the logits of the slot that was drawn last."""
+
+    def __init__(self, head: Any) -> None:
+        self.head, self.logits = head, None
+
+    def __call__(self, *args: Any) -> Any:
+        return self.head(*args)
+
+    def draw_slot(self, *args: Any, **options: Any) -> Any:
+        drawn = self.head.draw_slot(*args, **options)
+        self.logits = drawn.logits
+        return drawn
 
 
 def nbytes(*trees: Any) -> int:
@@ -81,12 +97,16 @@ def parts(model: ds.Model, state: Any, config: ds.GenerateConfig, context: int) 
         return carry, drafter.block(anchor, p0, ring, num_slots=drafts, embed=embed, head=head)
 
     def draft_chain(base, drafter, hidden, anchor, keys, temperature):
-        # In a step nothing else reads these logits, and what they lie in becomes that of the laws.
+        # In a step nothing else reads these logits, and what they lie in becomes that of the laws. Those of a kernel
+        # are computed where they are read: returned, they would be written as in no step.
         allowed = jnp.arange(base.shape[-1]) != d.mask_token_id
+        head = LastLogits(drafter.markov_head)
+        own: Any = types.SimpleNamespace(markov_head=head, kernels=drafter.kernels)
         drafted = draft_tokens(
-            drafter, base, hidden, anchor, temperature=temperature, keys=keys, method=config.draft, allowed=allowed
+            own, base, hidden, anchor, temperature=temperature, keys=keys, method=config.draft, allowed=allowed
         )
-        return drafted.log_q, (drafted.tokens, drafted.prev_embeddings)
+        rows = drafted.log_q if head.logits is None else head.logits
+        return rows, (drafted.tokens, drafted.prev_embeddings)
 
     def draft_context(ring, drafter, features, positions):
         return drafter.write_context(features, positions, ring), ()

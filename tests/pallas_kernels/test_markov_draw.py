@@ -116,10 +116,10 @@ def test_the_kernels_compile(batch: int, vocab: int, rank: int, capability: int)
         BATCH=batch, SLOTS=7, LATENTS=vocab, VOCAB=vocab, RANK=rank, CHUNKS=chunks, ROWS=tile.rows,
         COLUMNS=tile.columns, AXIS=tile.axis, WIDTH=tile.tokens,
         STEP=power_of_two(rank) if tile.programs else min(tile.step, power_of_two(rank)), PROGRAMS=tile.programs,
-        AHEAD=tile.stages, SNAKE=tile.snake, POLICY=tile.policy, WIDE=tile.wide, KEEP=True,
+        AHEAD=tile.stages, SNAKE=tile.snake, POLICY=tile.policy, WIDE=tile.wide, EARLY=tile.early, PINNED=0, KEEP=True,
         CHUNKS_PADDED=power_of_two(chunks, 1),
     )  # fmt: skip
-    stages = 1 if tile.programs else tile.stages
+    stages = 1 if tile.programs and not tile.early else tile.stages
     for kernel, options in (
         (triton_kernel.score, dict(num_warps=tile.warps, num_stages=stages)),
         (triton_kernel.pick, {}),
