@@ -80,7 +80,7 @@ def test_arguments_that_do_not_fit() -> None:
         call(logits=given["logits"][:, :0])
     with pytest.raises(ValueError, match=r"slot must be in 0\.\.1"):
         call(slot=2)
-    with pytest.raises(ValueError, match="unknown implementation 'mosaic'"):
+    with pytest.raises(NotImplementedError, match="has no form 'mosaic'"):
         call(implementation="mosaic")
 
 
