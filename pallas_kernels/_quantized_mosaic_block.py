@@ -230,7 +230,7 @@ class Block:
 
         return gpu.with_accumulator(run, (gpu.ROWS, self.t.tokens))
 
-    def each_step(self, piece: Piece, add: Callable[[list[Any], Any], Any], total: Any) -> Any:
+    def each_step(self, piece: Piece, add: Callable[[list[tuple[Any, Any]], Any], Any], total: Any) -> Any:
         """add([(stage, scales) of each step], total) -> total, for all steps of this warpgroup, some at a time."""
         p, t, s = self.p, self.t, self.s
         a_step, own = t.step // p.form.block, p.steps_a_scale // t.split
