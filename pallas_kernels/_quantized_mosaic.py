@@ -25,9 +25,17 @@ import jax.numpy as jnp
 from pallas_kernels import _mosaic as gpu
 from pallas_kernels._mosaic_fragments import reorder
 from pallas_kernels._quantized import MXFP8, Format, Operands
-from pallas_kernels._quantized_mosaic_block import Block, Problem
+from pallas_kernels._quantized_mosaic_block import Block
 from pallas_kernels._quantized_mosaic_cut import part_shape
-from pallas_kernels._quantized_mosaic_tiling import Swiglu, Tiling, plan, scale_steps, shared_memory_bytes, spare_rows
+from pallas_kernels._quantized_mosaic_tiling import (
+    Problem,
+    Swiglu,
+    Tiling,
+    plan,
+    scale_steps,
+    shared_memory_bytes,
+    spare_rows,
+)
 
 __all__ = ["Swiglu", "Tiling", "multiply", "plan", "reorder", "scale_steps", "shared_memory_bytes", "spare_rows"]
 

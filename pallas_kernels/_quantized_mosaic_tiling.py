@@ -1,6 +1,7 @@
 """How the Mosaic kernels over MXFP8 and NVFP4 weights cut their work, and what they cannot do."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -85,6 +86,60 @@ class Swiglu:
         gate = jnp.minimum(gate, self.limit)
         up = jnp.minimum(jnp.maximum(up, -self.limit), self.limit)
         return gate / (1.0 + jnp.exp(-self.alpha * gate)) * (up + 1.0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Problem:
+    """What a launch computes, and how a tiling cuts it."""
+
+    form: Format
+    divides: tuple[bool, ...]
+    inputs: int
+    sizes: tuple[int, ...]  # outputs of each weight
+    blocks: int
+    rows: int
+    spare: int  # rows of zeros behind the result
+    steps_a_scale: int
+    swiglu: Swiglu | None
+    order: Format | None
+    grouped: bool
+    multiprocessors: int
+
+    @property
+    def outputs(self) -> int:
+        return self.sizes[0] if self.swiglu else sum(self.sizes)
+
+    def grid(self, tiling: Tiling) -> int:
+        parts = self.units(tiling) if tiling.unit else 1  # of a tile
+        return min(self.multiprocessors, self.blocks * self.tiles(tiling) * parts)
+
+    def units(self, tiling: Tiling) -> int:
+        """Copies of scales of a tile."""
+        return self.inputs // tiling.step // self.steps_a_scale
+
+    def finishers(self, tiling: Tiling) -> int:
+        """Warpgroups that write a tile; the others help them."""
+        return tiling.warpgroups // 2 if self.swiglu else tiling.warpgroups
+
+    def helpers(self, tiling: Tiling) -> int:
+        return tiling.warpgroups * tiling.split - self.finishers(tiling)
+
+    def features(self, tiling: Tiling) -> int:
+        """Output features of a tile."""
+        return gpu.ROWS * self.finishers(tiling)
+
+    def tiles(self, tiling: Tiling) -> int:
+        return self.outputs // self.features(tiling)
+
+    def sources(self, tiling: Tiling) -> list[tuple[tuple[int, ...], int, int]]:
+        """The weights that a tile reads, its own first and the tile after its last, in the order of the tiles."""
+        if self.swiglu:
+            return [((0, 1), 0, self.tiles(tiling))]
+        bounds = [0, *(end // self.features(tiling) for end in itertools.accumulate(self.sizes))]
+        return [((i,), first, end) for i, (first, end) in enumerate(itertools.pairwise(bounds))]
+
+    def scale_bytes(self, tiling: Tiling) -> int:
+        return self.steps_a_scale * tiling.step // self.form.block
 
 
 @dataclasses.dataclass(frozen=True)

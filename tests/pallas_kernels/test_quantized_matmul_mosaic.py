@@ -14,8 +14,7 @@ from quantized_matmul_cases import assert_mlp, assert_product, mutants, random_w
 from pallas_kernels import _dispatch, _mosaic, _quantized, _quantized_mosaic
 from pallas_kernels._quantized import FORMATS, MXFP8, NVFP4, take_apart
 from pallas_kernels._quantized_mosaic import Swiglu, Tiling, plan, reorder, scale_steps, shared_memory_bytes
-from pallas_kernels._quantized_mosaic_block import Problem
-from pallas_kernels._quantized_mosaic_tiling import Registers, registers
+from pallas_kernels._quantized_mosaic_tiling import Problem, Registers, registers
 from pallas_kernels.quantized_matmul import mosaic_sm90, tuning
 from pallas_kernels.quantized_matmul.api import quantized_matmuls, quantized_mlp
 from pallas_kernels.quantized_matmul.mosaic_sm90 import quantized_matmul_mosaic
