@@ -15,7 +15,7 @@ class ExpertChoice(NamedTuple):
 
     Attributes:
       experts: the experts of a row, best first.
-      weights: their scores divided by the sum of these.
+      weights: their scores divided by the sum of these; NaN where all of them are 0 in float32.
     """
 
     experts: Int32[Array, "N k"]
