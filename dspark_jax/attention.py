@@ -259,6 +259,11 @@ class Attention(nnx.Module):
         if indexer is not None:
             places += [(indexer.q_norm, None), (indexer.k_norm, cache.index_keys)]
         if indexer is not None and c.index_head_dim != c.head_dim:
+            if self.kernels.rotation is not None:
+                raise NotImplementedError(
+                    f"Kernels(rotation={self.kernels.rotation!r}): rotate_heads takes heads of one size, and this layer"
+                    f" has {c.head_dim} and, in its index, {c.index_head_dim}; None takes the form that serves."
+                )
             return None
         found = rotate_together(self.kernels, projected, places, positions, c, plus_one=True)
         if found is None:

@@ -31,6 +31,8 @@ class Router(nnx.Module):
 
         def run(in_kernels: bool) -> tuple[Array, Array]:
             if in_kernels:
+                if any(getattr(a, "dtype", None) != jnp.float32 for a in (weight, bias)):
+                    raise NotImplementedError("the router's kernels take a weight and a bias in float32.")
                 return choose_experts(x, weight, bias, top_k=self.top_k, implementation="triton")
             scores = jax.nn.sigmoid(formats.linear(x.astype(jnp.float32), weight))
             biased = scores + bias.astype(jnp.float32)[None, :]

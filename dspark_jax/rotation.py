@@ -42,9 +42,14 @@ def rotate_together(
     # Of the pieces of one array XLA makes that array again, without a copy.
     joined = jnp.concatenate(projected, axis=-1)
     try:
+        if any(each.cache is not None and each.cache.dtype != joined.dtype for each in heads):
+            found = ", ".join(sorted({str(each.cache.dtype) for each in heads if each.cache is not None}))
+            raise NotImplementedError(
+                f"rotate_heads writes {joined.dtype} projections into caches of their dtype, found {found}."
+            )
         return pallas_kernels.rotate_heads(
-            joined, positions, heads, head_dim=config.head_dim, rotary_dim=config.rotary_dim, theta=config.rope_theta,
-            eps=config.norm_eps, plus_one=plus_one, ring=ring, implementation="mosaic",
+            joined, positions.astype(jnp.int32), heads, head_dim=config.head_dim, rotary_dim=config.rotary_dim,
+            theta=config.rope_theta, eps=config.norm_eps, plus_one=plus_one, ring=ring, implementation="mosaic",
         )  # fmt: skip
     except NotImplementedError:
         if kernels.rotation is not None:

@@ -35,8 +35,9 @@ measured as faster for the format and shape):
     block_sparse_decode                                    bf16, fp16; heads up to 256; at most   bf16, fp16, fp32
                                                            128 query heads a KV head and 128
                                                            blocks a query
-    rotate_heads         bf16, fp16; heads and rotary                                         bf16, fp16, fp32
-                         pairs in multiples of 32
+    rotate_heads         bf16, fp16; heads of 64, 128,                                        bf16, fp16, fp32
+                         192, 256; rotary pairs in
+                         multiples of 32
     filter_floors                                          up to 8,388,608 tokens                 bf16, fp16, fp32
     markov_draw                                            bf16 tables; up to 2,097,152 tokens    bf16, fp16, fp32
     choose_experts                                         bf16 rows, up to 1,024                 bf16, fp16, fp32

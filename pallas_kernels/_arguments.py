@@ -44,11 +44,23 @@ def check_constant(name: str, value: Any) -> float:
     return value
 
 
+def check_integer(name: str, value: Any) -> int:
+    """`value` as a Python int."""
+    if isinstance(value, bool | jax.Array) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be a Python int, got {type(value).__name__}: it is part of the program.")
+    return operator.index(value)
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """`value` as a Python bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {type(value).__name__}: it is part of the program.")
+    return value
+
+
 def check_block_size(block_size: Any) -> int:
     """`block_size` as a Python int."""
-    if isinstance(block_size, bool | jax.Array) or not hasattr(block_size, "__index__"):
-        raise TypeError(f"block_size must be a Python int, got {type(block_size).__name__}: it is part of the program.")
-    if (block_size := operator.index(block_size)) <= 0:
+    if (block_size := check_integer("block_size", block_size)) <= 0:
         raise ValueError(f"block_size must be at least 1 key, got {block_size}.")
     return block_size
 

@@ -1,7 +1,7 @@
 """Registers of one warpgroup, by hand: weights from bytes, exchange of accumulators, transposed stores.
 
-Beside `_mosaic.py` the only module that looks into Mosaic GPU; it works on the level below Pallas. Nothing here runs
-in the interpreter: `_quantized_mosaic.py` says the same in plain operations there.
+Like `_mosaic_hints.py` it works on the level below Pallas. Nothing here runs in the interpreter: `_quantized_mosaic.py`
+says the same in plain operations there.
 
 A bfloat16 or float32 [64, n] array in the layout of wgmma: thread 32 w + 4 r + q of the 128 holds, in register pair
 (c, h), row 16 w + 8 h + r and columns 8 c + 2 q and 8 c + 2 q + 1.

@@ -243,6 +243,18 @@ def test_the_kernel_is_asked_for_and_gives_the_choice(monkeypatch):
     assert asked == ["triton"] * 2
 
 
+@pytest.mark.parametrize("kind", ["bf16", "mxfp8"])
+def test_a_router_in_another_format_goes_without_the_kernel(kind):
+    def router(routing):
+        return moe.Router(Scope("", {"weight": kind}, jax.random.key(0), Kernels(routing=routing)), config())
+
+    x = jnp.asarray(rows(9, 64))
+    for found, wanted in zip(router(None)(x), router("xla")(x), strict=True):
+        np.testing.assert_array_equal(found, wanted)
+    with pytest.raises(NotImplementedError, match="in float32"):
+        router("triton")(x)
+
+
 def test_lists_are_made_as_the_model_says(monkeypatch):
     asked, real = [], moe.grouped_experts
 

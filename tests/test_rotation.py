@@ -14,6 +14,9 @@ from drafter_cases import MINIMAX, hf_config
 import dspark_jax as ds
 import pallas_kernels
 from dspark_jax import layers
+from dspark_jax.attention import LayerCache
+from dspark_jax.cache import TargetCache
+from dspark_jax.rotation import rotate_together
 from dspark_jax.target import Embedding
 
 CONFIG = dataclasses.replace(
@@ -68,6 +71,48 @@ def test_gives_what_the_layers_give_apart(run, monkeypatch: pytest.MonkeyPatch) 
     for mutant in (dict(theta=100.0), dict(plus_one=False)):
         monkeypatch.setattr(pallas_kernels, "rotate_heads", functools.partial(through_xla, mutant=mutant))
         assert differs(run(ds.Kernels(rotation=None)), apart), mutant
+
+
+@pytest.mark.parametrize("other", ["cache", "index"])
+def test_what_the_kernel_cannot_take_together_goes_apart(other: str) -> None:
+    """A cache of another dtype than the model's, index heads of another size than those of attention."""
+    config = dataclasses.replace(CONFIG, index_head_dim=2 * CONFIG.head_dim) if other == "index" else CONFIG
+    dtype = jnp.bfloat16 if other == "cache" else jnp.float32
+    tokens = jnp.arange(8, dtype=jnp.int32).reshape(2, 4)
+
+    def run(rotation: Any) -> list[np.ndarray]:
+        kernels = ds.Kernels(rotation=rotation)
+        model = ds.MiniMaxTarget(config, key=jax.random.key(0), compute_dtype=jnp.float32, kernels=kernels)
+        out = jax.jit(lambda m: m(tokens, POSITIONS, TargetCache.zeros(config, 2, 64, dtype)))(model)
+        return [np.asarray(out.logits)[np.asarray(POSITIONS) >= 0]]
+
+    assert not differs(run(None), run("xla"))
+    if other == "cache":
+        with pytest.raises(NotImplementedError, match="into caches of their dtype, found bfloat16"):
+            run("mosaic")
+    else:
+        layer = ds.MiniMaxTarget(config, kernels=ds.Kernels(rotation="mosaic")).layers[1].attention
+        with pytest.raises(NotImplementedError, match="rotate_heads takes heads of one size"):
+            layer._together([], POSITIONS, layer_cache(config))
+
+
+def layer_cache(config: ds.TargetConfig) -> LayerCache:
+    cache = TargetCache.zeros(config, 2, 64)
+    return LayerCache(keys=cache.keys[1], values=cache.values[1], index_keys=cache.index_keys[1])
+
+
+def test_positions_of_any_integer_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, given = pallas_kernels.rotate_heads, []
+
+    def through_xla(x: Any, positions: Any, *args: Any, **static: Any) -> Any:
+        given.append(positions.dtype)
+        return real(x, positions, *args, **static | dict(implementation="xla"))
+
+    monkeypatch.setattr(pallas_kernels, "rotate_heads", through_xla)
+    projected, place = [jnp.ones((2, 4, CONFIG.head_dim))], [(None, None)]
+    for dtype in (jnp.int8, jnp.int32):
+        rotate_together(ds.Kernels(), projected, place, POSITIONS.astype(dtype), CONFIG, plus_one=True)
+    assert given == [jnp.int32] * 2
 
 
 def test_a_named_kernel_does_not_fall_back() -> None:

@@ -46,6 +46,7 @@ def choose_experts(
       NotImplementedError: the named implementation cannot serve this call; the message says why. Or the call is
         differentiated through a kernel.
     """
+    _arguments.check_arrays(x=x, weight=weight, bias=bias)
     if x.ndim != 2 or 0 in x.shape:
         raise ValueError(f"x must have shape [N, H] without an empty axis, got {x.shape}.")
     if str(x.dtype) not in _arguments.FLOAT_DTYPES:
@@ -57,7 +58,7 @@ def choose_experts(
     for name, array in (("weight", weight), ("bias", bias)):
         if array.dtype != jnp.float32:
             raise TypeError(f"{name} must be float32, got {array.dtype}; rounded scores choose other experts.")
-    if not 1 <= top_k <= weight.shape[0]:
+    if not 1 <= (top_k := _arguments.check_integer("top_k", top_k)) <= weight.shape[0]:
         raise ValueError(f"top_k must be in 1..{weight.shape[0]}, got {top_k}.")
 
     def triton_form() -> Any:
@@ -69,4 +70,4 @@ def choose_experts(
         return functools.partial(choose_experts_reference, top_k=top_k)
 
     run: Any = _dispatch.choose("choose_experts", implementation, {"triton": triton_form, "xla": xla_form})
-    return ExpertChoice(*run(x, weight, bias))
+    return ExpertChoice(*run(*map(jnp.asarray, (x, weight, bias))))

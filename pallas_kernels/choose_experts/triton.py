@@ -73,7 +73,9 @@ def _opaque(kernel: Callable[..., tuple[jax.Array, ...]]) -> Callable[..., tuple
     @folded.def_vmap
     def fold(axis_size: int, batched: list[bool], x: jax.Array, *router: jax.Array) -> tuple[Any, Any]:
         if any(batched[1:]):
-            raise NotImplementedError("choose_experts: a kernel maps over rows, not over routers.")
+            raise NotImplementedError(
+                "choose_experts: a kernel maps over rows, not over routers; use implementation='xla' there."
+            )
         pieces = [x[i : i + MOST_ROWS] for x in (x.reshape(-1, x.shape[-1]),) for i in range(0, x.shape[0], MOST_ROWS)]
         outs = [jnp.concatenate(each) for each in zip(*(folded(piece, *router) for piece in pieces), strict=True)]
         return tuple(o.reshape(axis_size, -1, o.shape[-1]) for o in outs), (True,) * len(outs)

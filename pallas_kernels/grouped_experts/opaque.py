@@ -21,7 +21,9 @@ def opaque(kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     def fold(axis_size: int, batched: list[Any], *args: Any) -> tuple[jax.Array, bool]:
         *rows, gate, up, down = args
         if any(jax.tree.leaves(batched[4:])):
-            raise NotImplementedError("grouped_experts: a kernel maps over rows, not over stacks of experts.")
+            raise NotImplementedError(
+                "grouped_experts: a kernel maps over rows, not over stacks of experts; use implementation='xla' there."
+            )
         rows = [
             a if is_batched else jnp.broadcast_to(a[None], (axis_size, *a.shape))
             for a, is_batched in zip(rows, batched[:4], strict=True)

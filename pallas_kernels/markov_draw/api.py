@@ -49,7 +49,7 @@ def markov_draw(
     of their own that depends on no other row. For the bias: DSpark, arXiv 2607.05147, section 3.1.
 
     Args:
-      latents, index: what the table is multiplied by in row b is `latents[index[b]]`; -1 is the last one.
+      latents, index: what the table is multiplied by in row b is `latents[index[b]]`. -N..N-1; -1 is the last one.
       allowed: tokens that may be drawn at all.
       inverse_temperature: positive and finite.
       slot: 0..K-1.
@@ -68,10 +68,13 @@ def markov_draw(
     if logits.ndim != 3 or 0 in logits.shape:
         raise ValueError(f"logits must be [B, K, V] with no empty axis, got {logits.shape}.")
     batch, slots, vocab = logits.shape
-    if not 0 <= slot < slots:
+    keep = _arguments.check_flag("keep", keep)
+    if not 0 <= (slot := _arguments.check_integer("slot", slot)) < slots:
         raise ValueError(f"slot must be in 0..{slots - 1} for logits {logits.shape}, got {slot}.")
     if latents.ndim != 2 or 0 in latents.shape:
         raise ValueError(f"latents must be [N, r] with no empty axis, got {latents.shape}.")
+    if str(latents.dtype) not in _arguments.FLOAT_DTYPES:
+        raise TypeError(f"latents must be one of {', '.join(_arguments.FLOAT_DTYPES)}, got {latents.dtype}.")
     given: dict[str, tuple[Any, tuple[int, ...], Any]] = dict(
         logits=(logits, logits.shape, jnp.float32), index=(index, (batch,), jnp.int32),
         table=(table, (vocab, latents.shape[1]), latents.dtype), allowed=(allowed, (vocab,), jnp.bool_),

@@ -56,7 +56,8 @@ def rotate_heads(
       rotary_dim, theta: the angle of dim i < rotary_dim / 2 at position p is p · theta ** (-2 i / rotary_dim).
       eps: added to the mean square.
       plus_one: scale by 1 + weight (Gemma), added in float32.
-      ring: slot p % S of a cache holds position p; else positions of S and more are not written.
+      ring: slot p % S of a cache holds position p, and no two positions of a row may share a slot; else positions of S
+        and more are not written.
       implementation: None for the best one for this device, or "mosaic", "xla". The kernel writes into the caches where
         they are if nobody else needs them as they were.
 
@@ -68,7 +69,13 @@ def rotate_heads(
       NotImplementedError: the named implementation cannot serve this call; the message says why. Or the call is
         differentiated through a kernel: only "xla" has a derivative.
     """
+    if not isinstance(heads, Iterable):
+        raise TypeError(f"heads must be several Heads, such as a list, found {type(heads).__name__}.")
     heads = tuple(heads)  # a generator gives them once
+    head_dim, rotary_dim = (
+        _arguments.check_integer(name, value) for name, value in (("head_dim", head_dim), ("rotary_dim", rotary_dim))
+    )
+    plus_one, ring = _arguments.check_flag("plus_one", plus_one), _arguments.check_flag("ring", ring)
     problem = _describe(x, positions, heads, head_dim, rotary_dim, theta, eps, plus_one, ring)
     weights = [each.weight for each in heads if each.weight is not None]
     caches = [
@@ -96,6 +103,11 @@ def _describe(
     x: Any, positions: Any, heads: Sequence[Heads], head_dim: int, rotary_dim: int, theta: float, eps: float,
     plus_one: bool, ring: bool,
 ) -> Problem:  # fmt: skip
+    for i, each in enumerate(heads):
+        if not isinstance(each, Heads):
+            raise TypeError(f"heads[{i}] must be a Heads, found {type(each).__name__}.")
+        if (count := _arguments.check_integer(f"heads[{i}].count", each.count)) < 1:
+            raise ValueError(f"heads[{i}].count must be at least 1, got {count}.")
     given = {f"heads[{i}].{name}": getattr(each, name) for i, each in enumerate(heads) for name in ("weight", "cache")}
     _arguments.check_arrays(x=x, positions=positions, **{k: v for k, v in given.items() if v is not None})
     if str(x.dtype) not in _arguments.FLOAT_DTYPES:
@@ -110,13 +122,16 @@ def _describe(
     for i, each in enumerate(heads):
         if each.weight is not None and each.weight.shape != (head_dim,):
             raise ValueError(f"heads[{i}].weight must be [{head_dim}], got {each.weight.shape}.")
+        if each.weight is not None and not jnp.issubdtype(each.weight.dtype, jnp.floating):
+            raise TypeError(f"heads[{i}].weight must be floating point, got {each.weight.dtype}.")
         if each.cache is None:
             continue
         shape = each.cache.shape
         one = each.count == 1 and len(shape) == 3 and shape[2] == head_dim
-        if shape[:1] != x.shape[:1] or not (one or shape[2:] == (each.count, head_dim)):
+        if shape[:1] != x.shape[:1] or shape[1:2] == (0,) or not (one or shape[2:] == (each.count, head_dim)):
             raise ValueError(
-                f"heads[{i}].cache must be [{x.shape[0]}, S, {each.count}, {head_dim}] for x {x.shape}, got {shape}."
+                f"heads[{i}].cache must be [{x.shape[0]}, S >= 1, {each.count}, {head_dim}] for x {x.shape}, got "
+                f"{shape}."
             )
         if each.cache.dtype != x.dtype:
             raise TypeError(f"heads[{i}].cache must have x's dtype {x.dtype}, got {each.cache.dtype}.")
@@ -126,4 +141,6 @@ def _describe(
         for start, each in zip(starts, heads, strict=False)
     )
     theta, eps = _arguments.check_constant("theta", theta), _arguments.check_constant("eps", eps)
+    if theta <= 0 or eps < 0:
+        raise ValueError(f"theta must be positive and eps not negative, got {theta} and {eps}.")
     return Problem(segments, head_dim, rotary_dim, theta, eps, plus_one, ring)

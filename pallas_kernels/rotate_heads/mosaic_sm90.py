@@ -23,10 +23,13 @@ def build(x: Any, problem: Problem) -> Any:
     """The kernel for arguments like these on their device, or NotImplementedError with the reason."""
     gpu.require_sm90(_dispatch.device_of(x))
     gpu.require_half(x.dtype)
-    if problem.head_dim % 32 or problem.head_dim > 256 or problem.half % 32:
+    if 0 in x.shape:
+        raise NotImplementedError(f"the Mosaic kernel needs at least one token, got x {x.shape}.")
+    # The copy engine takes heads from shared memory at multiples of 128 bytes.
+    if problem.head_dim % 64 or problem.head_dim > 256 or problem.half % 32:
         raise NotImplementedError(
-            f"the Mosaic kernel takes heads and rotary pairs in multiples of 32, heads up to 256, "
-            f"got {problem.head_dim} and {problem.half}."
+            f"the Mosaic kernel takes heads of 64, 128, 192 and 256 and rotary pairs in multiples of 32, got "
+            f"{problem.head_dim} and {problem.half}."
         )
     cached = sum(segment.cached for segment in problem.segments)
     normed = sum(segment.normed for segment in problem.segments)
@@ -55,13 +58,15 @@ def rotate_heads_mosaic(
         )
     (batch, tokens, _), rows = x.shape, x.shape[0] * x.shape[1]
     together = together or (FEW if rows <= MOST_TOKENS_OF_FEW else MANY)
+    parts = -(-p.heads // together)
     operands = (x.reshape(rows, p.heads, p.head_dim), positions.reshape(rows), angles(positions.reshape(rows), p))
     out_type = [
         jax.ShapeDtypeStruct((rows, segment.count, p.head_dim), x.dtype) for segment in p.segments if not segment.cached
     ]
 
     def body(*refs: Any, tile: Any, ready: Any) -> None:
-        token, part = lax.axis_index("token"), lax.axis_index("part")
+        block = lax.axis_index("block")
+        token, part = lax.div(block, jnp.int32(parts)), lax.rem(block, jnp.int32(parts))
         rest = iter(refs)
         heads, places, table = next(rest), next(rest), next(rest)
         norms = [next(rest) for _ in weights]
@@ -78,7 +83,7 @@ def rotate_heads_mosaic(
         caches,
         name="rotate_heads",
         out_type=out_type,
-        grid={"token": rows, "part": -(-p.heads // together)},
+        grid={"block": rows * parts},  # one axis: a second would end at 65,535
         scratch=dict(tile=gpu.SMEM((together, p.head_dim), x.dtype), ready=gpu.Barrier()),
         warpgroups=1,
         interpret=interpret,

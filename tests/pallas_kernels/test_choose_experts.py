@@ -118,6 +118,9 @@ def test_arguments_are_checked() -> None:
         (dict(bias=bias.astype(jnp.bfloat16)), TypeError, "bias must be float32"),
         (dict(top_k=17), ValueError, "top_k must be"),
         (dict(top_k=0), ValueError, "top_k must be"),
+        (dict(top_k=2.0), TypeError, "top_k must be a Python int, got float"),
+        (dict(top_k=jnp.int32(2)), TypeError, "top_k must be a Python int, got Array.*part of the program"),
+        (dict(top_k=True), TypeError, "top_k must be a Python int, got bool"),
         (dict(implementation="mosaic"), NotImplementedError, "has no"),
     ):
         with pytest.raises(error, match=text):

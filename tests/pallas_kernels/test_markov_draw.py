@@ -2,6 +2,7 @@
 
 import inspect
 import os
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -69,8 +70,8 @@ def test_arguments_that_do_not_fit() -> None:
     given = arguments(4, 100, 16)
     plain = inspect.unwrap(markov_draw)  # the test run's shape checker would speak first
 
-    def call(slot: int = 0, implementation: str | None = None, **changes) -> None:
-        plain(*((given | changes)[name] for name in NAMES), slot=slot, implementation=implementation)
+    def call(slot: Any = 0, keep: Any = True, implementation: str | None = None, **changes) -> None:
+        plain(*((given | changes)[name] for name in NAMES), slot=slot, keep=keep, implementation=implementation)
 
     with pytest.raises(ValueError, match=r"index must have shape \(4,\) for logits \(4, 2, 100\)"):
         call(index=given["index"][:2])
@@ -80,7 +81,14 @@ def test_arguments_that_do_not_fit() -> None:
         call(logits=given["logits"][:, :0])
     with pytest.raises(ValueError, match=r"slot must be in 0\.\.1"):
         call(slot=2)
-    with pytest.raises(NotImplementedError, match="has no form 'mosaic'"):
+    for slot in (True, 1.0, jnp.int32(1)):
+        with pytest.raises(TypeError, match=r"slot must be a Python int, got .*: it is part of the program"):
+            call(slot=slot)
+    with pytest.raises(TypeError, match="keep must be True or False, got NoneType"):
+        call(keep=None)
+    with pytest.raises(TypeError, match="latents must be one of bfloat16, float16, float32, got int32"):
+        call(latents=given["latents"].astype(jnp.int32), table=given["table"].astype(jnp.int32))
+    with pytest.raises(NotImplementedError, match="markov_draw has no form 'mosaic', only 'triton' and 'xla'"):
         call(implementation="mosaic")
 
 

@@ -37,8 +37,9 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = dict(
     quantized_matmul=(dict(x=X), dict(weight=MXFP8)),
     quantized_matmuls=(dict(x=X), dict(weights=[MXFP8, NVFP4])),
     quantized_mlp=(dict(x=X), dict(gate=MXFP8, up=NVFP4, down=MXFP8, alpha=1.702, limit=7.0)),
+    choose_experts=(dict(x=X, weight=jnp.ones((3, 64)), bias=jnp.zeros(3)), dict(top_k=2)),
     grouped_experts=(
-        dict(x=jnp.ones((2, 8)), experts=jnp.zeros((2, 1), I32), weights=jnp.ones((2, 1))),
+        dict(x=jnp.ones((2, 8)), experts=jnp.zeros((2, 1), I32), weights=jnp.ones((2, 1)), positions=ROWS),
         dict(gate=STACK, up=STACK, down=STACK, alpha=1.702, limit=7.0),
     ),
     filter_floors=(
@@ -70,6 +71,8 @@ def test_a_list_is_named(name: str) -> None:
     jax.tree.map(np.testing.assert_array_equal, call(name), call(name, **jax.tree.map(np.asarray, arrays)))
     for argument, array in arrays.items():
         for value, kind in ((np.asarray(array).tolist(), "list"), (1.5, "float"), (None, "NoneType")):
+            if (name, argument, value) == ("grouped_experts", "positions", None):
+                continue  # no row is padding
             with pytest.raises(TypeError, match=f"^{argument} must be a JAX or NumPy array, found {kind}.$"):
                 call(name, **{argument: value})
 

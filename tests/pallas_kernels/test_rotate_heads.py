@@ -1,8 +1,11 @@
 """`rotate_heads` against float64 in numpy: through XLA, as a Mosaic kernel in the interpreter, lowered, on a GPU."""
 
+import copy
 import dataclasses
 import functools
+import inspect
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +14,9 @@ import pytest
 from gpu_marks import needs_sm90
 
 from pallas_kernels import Heads, _mosaic, rotate_heads
-from pallas_kernels.rotate_heads import api
+from pallas_kernels.rotate_heads import api, mosaic_sm90
 from pallas_kernels.rotate_heads.mosaic_sm90 import FEW, MANY, rotate_heads_mosaic
+from pallas_kernels.rotate_heads.problem import Problem, Segment
 
 D = 128
 # One rounding to bfloat16 is half a step of 2^-7 of the value; a pair that nearly cancels keeps the error of its parts.
@@ -190,6 +194,62 @@ def test_errors() -> None:
         run(x.astype(jnp.float32), positions, heads)
     with pytest.raises(ValueError, match="rotary_dim"):
         run(x, positions, heads, rotary_dim=63)
+
+
+def test_errors_of_what_is_part_of_the_program() -> None:
+    x, positions, heads = TARGET.draw()
+    unchecked = inspect.unwrap(rotate_heads)  # the test run's shape checker would speak first
+
+    def run(heads: Any = heads, **changes: Any) -> Any:
+        return unchecked(x, positions, heads, **TARGET.static | changes, implementation="xla")
+
+    def of_first(**changes: Any) -> list[Heads]:
+        first = copy.copy(heads[0])
+        for name, value in changes.items():
+            object.__setattr__(first, name, value)  # past the shape checker, which looks at new ones
+        return [first, *heads[1:]]
+
+    for wrong, error, text in (
+        (dict(heads=heads[0]), TypeError, "heads must be several Heads, such as a list, found Heads"),
+        (dict(heads=[*heads[:-1], "x"]), TypeError, r"heads\[4\] must be a Heads, found str"),
+        (dict(heads=of_first(count=64.0)), TypeError, r"heads\[0\].count must be a Python int, got float"),
+        (dict(heads=[Heads(count=0), *heads]), ValueError, r"heads\[0\].count must be at least 1, got 0"),
+        (dict(heads=of_first(weight=jnp.ones(D, jnp.int32))), TypeError, r"heads\[0\].weight must be floating point"),
+        (dict(heads=of_first(cache=jnp.ones((3, 0, 64, D), x.dtype))), ValueError, r"cache must be \[3, S >= 1, 64"),
+        (dict(head_dim=128.0), TypeError, "head_dim must be a Python int, got float"),
+        (dict(rotary_dim=jnp.int32(64)), TypeError, "rotary_dim must be a Python int, got Array"),
+        (dict(plus_one=jnp.asarray(True)), TypeError, "plus_one must be True or False"),
+        (dict(ring=None), TypeError, "ring must be True or False, got NoneType"),
+        (dict(theta=0.0), ValueError, "theta must be positive"),
+        (dict(eps=-1.0), ValueError, "eps not negative"),
+    ):
+        with pytest.raises(error, match=text):
+            run(**wrong)
+
+
+def test_what_the_kernel_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads of 96 lie at multiples of 192 bytes, where the copy engine cannot read them; nothing is no launch."""
+    monkeypatch.setattr(_mosaic, "require_sm90", lambda _: 132)
+    x, problem = (
+        jnp.zeros((1, 1, 192), jnp.bfloat16),
+        Problem((Segment(0, 1, True, False),), 64, 64, 1e4, 1e-6, True, False),
+    )
+    mosaic_sm90.build(x, problem)
+    for head_dim in (32, 96, 160, 224, 320):
+        with pytest.raises(NotImplementedError, match="heads of 64, 128, 192 and 256"):
+            mosaic_sm90.build(x, dataclasses.replace(problem, head_dim=head_dim))
+    with pytest.raises(NotImplementedError, match="at least one token"):
+        mosaic_sm90.build(x[:, :0], problem)
+
+
+def test_more_tokens_than_a_second_axis_of_a_grid_takes() -> None:
+    """CUDA's grids end at 65,535 but along their first axis."""
+    rows = 70_000
+    x, positions = (jax.ShapeDtypeStruct(s, d) for s, d in (((1, rows, 1280), jnp.bfloat16), ((1, rows), jnp.int32)))
+    problem = Problem((Segment(0, 20, False, False),), 64, 64, 1e4, 1e-6, True, False)
+    run = functools.partial(rotate_heads_mosaic, problem=problem, together=16)
+    traced = str(jax.make_jaxpr(run)(x, positions))
+    assert re.findall(r"grid=\((.*?)\)", traced) == [f"{2 * rows},"]
 
 
 @needs_sm90

@@ -34,7 +34,7 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = dict(
     grouped_experts=(
         dict(
             x=jnp.ones((2, 8)), experts=jnp.zeros((2, 1), I32), weights=jnp.ones((2, 1)), gate=STACK, up=STACK,
-            down=STACK,
+            down=STACK, positions=ROWS,
         ),
         dict(alpha=1.702, limit=7.0),
     ),
