@@ -18,43 +18,27 @@ class Tile(NamedTuple):
 
     Attributes:
       rows: that read a tile of the table together.
-      tokens: of a tile.
-      warps: of a program.
-      step: of the rank at a time, and how many steps are under way.
       axis: along which tokens run; few rows are the columns of a matrix product, many its rows.
-      columns: of a product of one row, most of them zeros; 0: a sum of products by the threads.
-      programs: that go through all tiles, each with the next one under way; 0: one program a tile.
-      policy: of the cache for the logits.
-      snake: every other slot goes through the table from its end.
-      pick_warps: of the second kernel.
-      wide: rotations of four that are products.
-      early: noise before the product.
-      pinned: share of the table that the cache is to keep.
+      tokens: of a tile.
+      step: of the rank at a time.
+      warps, stages: of a program, and how many steps of a product are under way.
     """
 
     rows: int
+    axis: int
     tokens: int
+    step: int
     warps: int
-    step: int = 64
-    stages: int = 4
-    axis: int = 1
-    columns: int = 0
-    programs: int = 0
-    policy: str = ""
-    snake: bool = True
-    pick_warps: int = 8
-    wide: int = 0
-    early: bool = False
-    pinned: float = 0.0
+    stages: int
 
 
-TILES = {
-    1: Tile(1, 128, 4),
-    8: Tile(8, 128, 4, 128, 2, axis=0),
-    16: Tile(16, 128, 4),
-    32: Tile(32, 128, 4),
-    64: Tile(64, 64, 4),
-}
+TILES = (
+    Tile(1, 1, 128, 64, 4, 1),  # no matrix product: one row is a sum of products
+    Tile(8, 0, 128, 128, 4, 2),
+    Tile(16, 1, 128, 64, 4, 4),
+    Tile(32, 1, 128, 64, 4, 4),
+    Tile(64, 1, 64, 64, 4, 4),
+)
 
 
 def build(logits: Any, latents: Any) -> Callable[..., tuple[jax.Array, ...]]:
@@ -88,7 +72,7 @@ def build(logits: Any, latents: Any) -> Callable[..., tuple[jax.Array, ...]]:
 
 def tile(batch: int) -> Tile:
     """The tile for so many rows."""
-    return TILES[min((most for most in TILES if batch <= most), default=max(TILES))]
+    return next((each for each in TILES if batch <= each.rows), TILES[-1])
 
 
 def run(
@@ -121,19 +105,15 @@ def run(
     out, part = jax_triton.triton_call(
         logits, index, words, settings, latents, table, allowed, slot + 2, kernel=triton_kernel.score,
         out_shape=[shape(logits.shape, jnp.float32), shape((batch, 3, chunks), jnp.float32)],
-        grid=(-(-batch // form.rows), form.programs or chunks), input_output_aliases={0: 0},
-        name="markov_draw_score_triton", num_warps=form.warps,
-        num_stages=1 if form.programs and not form.early else form.stages,
-        BATCH=batch, SLOTS=slots, LATENTS=latents.shape[0], VOCAB=vocab, RANK=rank, CHUNKS=chunks, ROWS=form.rows,
-        COLUMNS=form.columns, AXIS=form.axis, WIDTH=form.tokens,
-        STEP=power_of_two(rank) if form.programs else min(form.step, power_of_two(rank)), PROGRAMS=form.programs,
-        AHEAD=form.stages, SNAKE=form.snake, POLICY=form.policy, WIDE=form.wide, EARLY=form.early,
-        PINNED=int(form.pinned * chunks), KEEP=keep,
+        grid=(-(-batch // form.rows), chunks), input_output_aliases={0: 0}, name="markov_draw_score_triton",
+        num_warps=form.warps, num_stages=form.stages, BATCH=batch, SLOTS=slots, LATENTS=latents.shape[0], VOCAB=vocab,
+        RANK=rank, CHUNKS=chunks, ROWS=form.rows, AXIS=form.axis, WIDTH=form.tokens,
+        STEP=min(form.step, power_of_two(rank)), KEEP=keep,
     )  # fmt: skip
     token, numbers = jax_triton.triton_call(
         out, words, settings, part, slot + 2, kernel=triton_kernel.pick,
         out_shape=[shape((batch,), jnp.int32), shape((batch, 2), jnp.float32)], grid=(batch,),
-        name="markov_draw_pick_triton", num_warps=form.pick_warps, SLOTS=slots, VOCAB=vocab, CHUNKS=chunks,
+        name="markov_draw_pick_triton", num_warps=8, SLOTS=slots, VOCAB=vocab, CHUNKS=chunks,
         CHUNKS_PADDED=power_of_two(chunks, 1), WIDTH=form.tokens,
     )  # fmt: skip
     return out, token, numbers

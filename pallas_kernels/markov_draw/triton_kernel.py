@@ -18,57 +18,51 @@ BELOW, ABOVE = tl.constexpr(0.6931471805599453 * 2.0**-23), tl.constexpr(0.69314
 
 
 @triton.jit
-def mix(a, b, R: tl.constexpr, unit, WIDE: tl.constexpr):
-    """A round of threefry. `unit` is 1; with WIDE the rotation is a product, which other units of a GPU make."""
+def mix(a, b, R: tl.constexpr):
     a += b
-    if WIDE:
-        product = b.to(tl.uint64) * (unit << R).to(tl.uint64)
-        turned = product.to(tl.uint32) | (product >> 32).to(tl.uint32)
-    else:
-        turned = (b << R) | (b >> (32 - R))
-    return a, turned ^ a
+    return a, ((b << R) | (b >> (32 - R))) ^ a
 
 
 @triton.jit
-def mix_odd(a, b, unit, WIDE: tl.constexpr):
-    a, b = mix(a, b, 13, unit, False)
-    a, b = mix(a, b, 15, unit, WIDE > 0)
-    a, b = mix(a, b, 26, unit, False)
-    return mix(a, b, 6, unit, WIDE > 1)
+def mix_odd(a, b):
+    a, b = mix(a, b, 13)
+    a, b = mix(a, b, 15)
+    a, b = mix(a, b, 26)
+    return mix(a, b, 6)
 
 
 @triton.jit
-def mix_even(a, b, unit, WIDE: tl.constexpr):
-    a, b = mix(a, b, 17, unit, False)
-    a, b = mix(a, b, 29, unit, WIDE > 0)
-    a, b = mix(a, b, 16, unit, False)
-    return mix(a, b, 24, unit, WIDE > 1)
+def mix_even(a, b):
+    a, b = mix(a, b, 17)
+    a, b = mix(a, b, 29)
+    a, b = mix(a, b, 16)
+    return mix(a, b, 24)
 
 
 @triton.jit
-def halves(first, second, place, unit, WIDE: tl.constexpr):
+def halves(first, second, place):
     """Two uint32 whose exclusive or is what threefry makes of a place (uint32) under a key of two words."""
     third = first ^ second ^ 0x1BD11BDA
     b = place + second
-    a, b = mix_odd(b * 0 + first, b, unit, WIDE)
-    a, b = mix_even(a + second, b + (third + 1), unit, WIDE)
-    a, b = mix_odd(a + third, b + (first + 2), unit, WIDE)
-    a, b = mix_even(a + first, b + (second + 3), unit, WIDE)
-    a, b = mix_odd(a + second, b + (third + 4), unit, WIDE)
+    a, b = mix_odd(b * 0 + first, b)
+    a, b = mix_even(a + second, b + (third + 1))
+    a, b = mix_odd(a + third, b + (first + 2))
+    a, b = mix_even(a + first, b + (second + 3))
+    a, b = mix_odd(a + second, b + (third + 4))
     return a + third, b + (first + 5)
 
 
 @triton.jit
 def uniform(first, second, place):
     """The number in [0, 1) that `jax.random.uniform` draws at a place under a key."""
-    a, b = halves(first, second, place, 1, 0)
+    a, b = halves(first, second, place)
     return (((a ^ b) >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - 1.0
 
 
 @triton.jit
-def least_noise(first, second, place, unit, WIDE: tl.constexpr):
+def least_noise(first, second, place):
     """What the noise is at most ABOVE less than: a number x in [0, 1) has the noise -log(-log(1 - x)) <= -log(x)."""
-    a, b = halves(first, second, place, unit, WIDE)
+    a, b = halves(first, second, place)
     # The bits of x that `uniform` takes, as a float32: 2**32 * x, and exact.
     return BELOW * ((a ^ b) & 0xFFFFFE00).to(tl.float32).to(tl.int32, bitcast=True).to(tl.float32)
 
@@ -96,104 +90,34 @@ def of_tokens(x, AXIS: tl.constexpr):
 
 
 @triton.jit
-def table_tile(table_ptr, line, inside, column, RANK: tl.constexpr, AXIS: tl.constexpr, POLICY: tl.constexpr):
-    """[WIDTH, STEP] of the table with AXIS 0, its transpose with AXIS 1."""
-    across: tl.constexpr = 1 - AXIS
-    here = of_tokens(inside, AXIS) & of_tokens(column < RANK, across)
-    place = of_tokens(line, AXIS) + of_tokens(column, across)
-    return tl.load(table_ptr + place, mask=here, other=0.0, eviction_policy=POLICY)
-
-
-@triton.jit
-def latent_tile(latents_ptr, latent, real, column, RANK: tl.constexpr, AXIS: tl.constexpr):
-    """[ROWS, STEP] with AXIS 1, its transpose with AXIS 0."""
-    across: tl.constexpr = 1 - AXIS
-    here = of_rows(real, AXIS) & of_rows(column < RANK, across)
-    return tl.load(latents_ptr + of_rows(latent, AXIS) + of_rows(column, across), mask=here, other=0.0)
-
-
-@triton.jit
-def latent_row(latents_ptr, latent, column, RANK: tl.constexpr):
-    return tl.load(latents_ptr + tl.sum(latent, 0) + column, mask=column < RANK, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def product(bias, w, x, AXIS: tl.constexpr):
-    return tl.dot(x, w, bias) if AXIS == 1 else tl.dot(w, x, bias)
-
-
-@triton.jit
-def no_bias(PADDED: tl.constexpr, WIDTH: tl.constexpr, AXIS: tl.constexpr):
-    return tl.zeros([PADDED, WIDTH] if AXIS == 1 else [WIDTH, PADDED], tl.float32)
-
-
-@triton.jit
 def bias_of(
-    latents_ptr, table_ptr, latent, ours, line, inside,
-    RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, AXIS: tl.constexpr, WIDTH: tl.constexpr,
-    STEP: tl.constexpr, POLICY: tl.constexpr,
+    latents_ptr, latent, real, table_ptr, token, inside,
+    RANK: tl.constexpr, ROWS: tl.constexpr, AXIS: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Of one chunk."""
-    if ROWS == 1 and COLUMNS == 0:
+    """Of one chunk in some rows."""
+    line = token.to(tl.int64) * RANK
+    if ROWS == 1:
+        # All of the chunk's loads go out at once, and its row of the table is summed by eight threads.
         sums = tl.zeros([WIDTH, STEP], tl.float32)
         for start in tl.static_range(0, RANK, STEP):
-            w = table_tile(table_ptr, line, inside, start + tl.arange(0, STEP), RANK, 0, POLICY)
-            sums += w.to(tl.float32) * latent_row(latents_ptr, latent, start + tl.arange(0, STEP), RANK)[None, :]
-        bias = of_tokens(tl.sum(sums, 1), AXIS)
+            column = start + tl.arange(0, STEP)
+            here = column < RANK
+            w = tl.load(table_ptr + line[:, None] + column[None, :], mask=inside[:, None] & here[None, :], other=0.0)
+            x = tl.load(latents_ptr + tl.sum(latent, 0) + column, mask=here, other=0.0)
+            sums += w.to(tl.float32) * x.to(tl.float32)[None, :]
+        bias = tl.sum(sums, 1)[None, :]
     else:
-        PADDED: tl.constexpr = ROWS if COLUMNS == 0 else COLUMNS
-        bias = no_bias(PADDED, WIDTH, AXIS)
+        across: tl.constexpr = 1 - AXIS
+        bias = tl.zeros([ROWS, WIDTH] if AXIS == 1 else [WIDTH, ROWS], tl.float32)
         for start in range(0, RANK, STEP):
-            w = table_tile(table_ptr, line, inside, start + tl.arange(0, STEP), RANK, AXIS, POLICY)
-            x = latent_tile(latents_ptr, latent, ours, start + tl.arange(0, STEP), RANK, AXIS)
-            bias = product(bias, w, x, AXIS)
-        if COLUMNS > 0:
-            bias = of_tokens(tl.sum(bias, 1 - AXIS), AXIS)
+            column = start + tl.arange(0, STEP)
+            here = column < RANK
+            place = of_tokens(line, AXIS) + of_tokens(column, across)
+            w = tl.load(table_ptr + place, mask=of_tokens(inside, AXIS) & of_tokens(here, across), other=0.0)
+            place = of_rows(latent, AXIS) + of_rows(column, across)
+            x = tl.load(latents_ptr + place, mask=of_rows(real, AXIS) & of_rows(here, across), other=0.0)
+            bias = tl.dot(x, w, bias) if AXIS == 1 else tl.dot(w, x, bias)
     return bias
-
-
-@triton.jit
-def least_noise_of(first, second, token, unit, AXIS: tl.constexpr, WIDE: tl.constexpr):
-    """`least_noise` of a tile."""
-    return least_noise(of_rows(first, AXIS), of_rows(second, AXIS), of_tokens(token.to(tl.uint32), AXIS), unit, WIDE)
-
-
-@triton.jit
-def chunk_of(turn, slot, CHUNKS: tl.constexpr, SNAKE: tl.constexpr):
-    # Every other slot begins where the one before has ended, with what the cache still holds of the table.
-    return tl.where((slot % 2 == 1) & SNAKE, CHUNKS - 1 - turn, turn)
-
-
-@triton.jit
-def leave(
-    bias, base, least, usable, chunk, row, real, slot, inverse, drawn, some_drawn, some_greedy, first, second,
-    out_ptr, part_ptr,
-    SLOTS: tl.constexpr, VOCAB: tl.constexpr, CHUNKS: tl.constexpr, AXIS: tl.constexpr, WIDTH: tl.constexpr,
-    POLICY: tl.constexpr, WIDE: tl.constexpr, EARLY: tl.constexpr, KEEP: tl.constexpr,
-):  # fmt: skip
-    """What comes of the bias of a chunk."""
-    token = chunk * WIDTH + tl.arange(0, WIDTH)
-    x = base + (bias + of_tokens(tl.where(usable != 0, 0.0, float("-inf")), AXIS))
-    x = tl.where(x == x, tl.minimum(x, LARGEST), float("-inf"))
-    if KEEP or some_drawn:
-        at = of_rows((row.to(tl.int64) * SLOTS + slot) * VOCAB, AXIS) + of_tokens(token, AXIS)
-        live = of_rows(real, AXIS) & of_tokens(token < VOCAB, AXIS)
-        tl.store(out_ptr + at, x, mask=live, eviction_policy=POLICY)
-    top = tl.max(x, AXIS)
-    z = (x - of_rows(tl.where(top > float("-inf"), top, 0.0), AXIS)) * of_rows(inverse, AXIS)
-    part = part_ptr + row * (3 * CHUNKS) + chunk
-    tl.store(part, top, mask=real)
-    tl.store(part + CHUNKS, tl.sum(tl.exp(z), AXIS), mask=real)
-    if some_drawn:
-        if EARLY:
-            bound = z - least
-        else:
-            unit = (1 + (slot >> 20)).to(tl.uint32)  # 1, but not to the compiler
-            bound = z - least_noise_of(first, second, token, unit, AXIS, WIDE)
-        tl.store(part + 2 * CHUNKS, ABOVE + tl.max(bound, AXIS), mask=real & drawn)
-    if some_greedy:
-        best = tl.min(tl.where(x == of_rows(top, AXIS), of_tokens(token, AXIS), VOCAB), AXIS)
-        tl.store(part + 2 * CHUNKS, best.to(tl.float32), mask=real & (drawn == 0))
 
 
 @triton.jit
@@ -201,90 +125,50 @@ def score(
     logits_ptr, index_ptr, words_ptr, settings_ptr, latents_ptr, table_ptr, allowed_ptr, slot_plus_2,
     out_ptr, part_ptr,
     BATCH: tl.constexpr, SLOTS: tl.constexpr, LATENTS: tl.constexpr, VOCAB: tl.constexpr, RANK: tl.constexpr,
-    CHUNKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, AXIS: tl.constexpr, WIDTH: tl.constexpr,
-    STEP: tl.constexpr, PROGRAMS: tl.constexpr, AHEAD: tl.constexpr, SNAKE: tl.constexpr, POLICY: tl.constexpr,
-    WIDE: tl.constexpr, EARLY: tl.constexpr, PINNED: tl.constexpr, KEEP: tl.constexpr,
+    CHUNKS: tl.constexpr, ROWS: tl.constexpr, AXIS: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr,
+    KEEP: tl.constexpr,
 ):  # fmt: skip
     """Logits of one chunk in some rows; of each row the largest one, the mass relative to it, the best bound.
 
     A tile is [ROWS, WIDTH] with AXIS 1, [WIDTH, ROWS] with AXIS 0. In rows that are not drawn, the place of the largest
     logit stands where the bound is in others.
     """
-    group, slot = tl.program_id(0), slot_plus_2 - 2
-    ALONE: tl.constexpr = ROWS == 1 and COLUMNS == 0
-    # A product has at least COLUMNS rows: those that are none of ours are zeros.
-    PADDED: tl.constexpr = ROWS if COLUMNS == 0 else COLUMNS
-    TABLE_AXIS: tl.constexpr = 0 if ALONE else AXIS
+    group, chunk, slot = tl.program_id(0), tl.program_id(1), slot_plus_2 - 2
+    # Every other slot begins where the one before has ended, with what the cache still holds of the table.
+    chunk = tl.where(slot % 2 == 1, CHUNKS - 1 - chunk, chunk)
+    token = chunk * WIDTH + tl.arange(0, WIDTH)
+    inside = token < VOCAB
     row = group * ROWS + tl.arange(0, ROWS)
     real = row < BATCH
-    place = group * ROWS + tl.arange(0, PADDED)
-    ours = (place < BATCH) & (tl.arange(0, PADDED) < ROWS)
     # What has to come from memory is asked for before anything waits.
-    latent = tl.load(index_ptr + place, mask=ours, other=0).to(tl.int64)
+    latent = tl.load(index_ptr + row, mask=real, other=0).to(tl.int64)
     words = words_ptr + (row * SLOTS + slot) * 2
     first, second = tl.load(words, mask=real, other=0), tl.load(words + 1, mask=real, other=0)
     inverse = tl.load(settings_ptr + row * 2, mask=real, other=1.0)
     drawn = tl.load(settings_ptr + row * 2 + 1, mask=real, other=0.0) != 0.0
+    at = of_rows((row.to(tl.int64) * SLOTS + slot) * VOCAB, AXIS) + of_tokens(token, AXIS)
+    live = of_rows(real, AXIS) & of_tokens(inside, AXIS)
+    base = tl.load(logits_ptr + at, mask=live, other=0.0)
+    usable = tl.load(allowed_ptr + token, mask=inside, other=0) != 0
     latent = tl.where(latent < 0, latent + LATENTS, latent) * RANK
     some_drawn = tl.max(drawn.to(tl.int32), 0) > 0
     some_greedy = tl.min((drawn | (real == 0)).to(tl.int32), 0) == 0
-    if PROGRAMS > 0:
-        column = tl.arange(0, STEP)
-        if ALONE:
-            x = latent_row(latents_ptr, latent, column, RANK)
-        else:
-            x = latent_tile(latents_ptr, latent, ours, column, RANK, AXIS)
-        for turn in tl.range(tl.program_id(1), CHUNKS, PROGRAMS, num_stages=None if EARLY else AHEAD):
-            chunk = chunk_of(turn, slot, CHUNKS, SNAKE)
-            token = chunk * WIDTH + tl.arange(0, WIDTH)
-            inside = token < VOCAB
-            w = table_tile(table_ptr, token.to(tl.int64) * RANK, inside, column, RANK, TABLE_AXIS, "")
-            at = of_rows((row.to(tl.int64) * SLOTS + slot) * VOCAB, AXIS) + of_tokens(token, AXIS)
-            live = of_rows(real, AXIS) & of_tokens(inside, AXIS)
-            base = tl.load(logits_ptr + at, mask=live, other=0.0, eviction_policy=POLICY)
-            usable = tl.load(allowed_ptr + token, mask=inside, other=0)
-            if EARLY:
-                least = least_noise_of(first, second, token, (1 + (slot >> 20)).to(tl.uint32), AXIS, WIDE)
-            else:
-                least = 0.0
-            if ALONE:
-                bias = of_tokens(tl.sum(w.to(tl.float32) * x[None, :], 1), AXIS)
-            else:
-                bias = product(no_bias(PADDED, WIDTH, AXIS), w, x, AXIS)
-                if COLUMNS > 0:
-                    bias = of_tokens(tl.sum(bias, 1 - AXIS), AXIS)
-            leave(
-                bias, base, least, usable, chunk, row, real, slot, inverse, drawn, some_drawn, some_greedy, first,
-                second, out_ptr, part_ptr, SLOTS, VOCAB, CHUNKS, AXIS, WIDTH, POLICY, WIDE, EARLY, KEEP,
-            )  # fmt: skip
-    else:
-        chunk = chunk_of(tl.program_id(1), slot, CHUNKS, SNAKE)
-        token = chunk * WIDTH + tl.arange(0, WIDTH)
-        inside = token < VOCAB
-        line = token.to(tl.int64) * RANK
-        at = of_rows((row.to(tl.int64) * SLOTS + slot) * VOCAB, AXIS) + of_tokens(token, AXIS)
-        live = of_rows(real, AXIS) & of_tokens(inside, AXIS)
-        base = tl.load(logits_ptr + at, mask=live, other=0.0, eviction_policy=POLICY)
-        usable = tl.load(allowed_ptr + token, mask=inside, other=0)
-        least = 0.0
-        if PINNED == 0:
-            bias = bias_of(
-                latents_ptr, table_ptr, latent, ours, line, inside, RANK, ROWS, COLUMNS, AXIS, WIDTH, STEP, ""
-            )  # fmt: skip
-        elif chunk < PINNED:
-            bias = bias_of(
-                latents_ptr, table_ptr, latent, ours, line, inside, RANK, ROWS, COLUMNS, AXIS, WIDTH, STEP, "evict_last"
-            )  # fmt: skip
-        else:
-            bias = bias_of(
-                latents_ptr, table_ptr, latent, ours, line, inside, RANK, ROWS, COLUMNS, AXIS, WIDTH, STEP,
-                "evict_first",
-            )  # fmt: skip
-        leave(
-            bias, base, least, usable, chunk, row, real, slot, inverse, drawn, some_drawn, some_greedy, first, second,
-                out_ptr, part_ptr, SLOTS, VOCAB,
-            CHUNKS, AXIS, WIDTH, POLICY, WIDE, EARLY, KEEP,
-        )  # fmt: skip
+    bias = bias_of(latents_ptr, latent, real, table_ptr, token, inside, RANK, ROWS, AXIS, WIDTH, STEP)
+    x = base + (bias + of_tokens(tl.where(usable, 0.0, float("-inf")), AXIS))
+    x = tl.where(x == x, tl.minimum(x, LARGEST), float("-inf"))
+    if KEEP or some_drawn:
+        tl.store(out_ptr + at, x, mask=live)
+    top = tl.max(x, AXIS)
+    z = (x - of_rows(tl.where(top > float("-inf"), top, 0.0), AXIS)) * of_rows(inverse, AXIS)
+    part = part_ptr + row * (3 * CHUNKS) + chunk
+    tl.store(part, top, mask=real)
+    tl.store(part + CHUNKS, tl.sum(tl.exp(z), AXIS), mask=real)
+    if some_drawn:
+        bound = z - least_noise(of_rows(first, AXIS), of_rows(second, AXIS), of_tokens(token.to(tl.uint32), AXIS))
+        tl.store(part + 2 * CHUNKS, ABOVE + tl.max(bound, AXIS), mask=real & drawn)
+    if some_greedy:
+        best = tl.min(tl.where(x == of_rows(top, AXIS), of_tokens(token, AXIS), VOCAB), AXIS)
+        tl.store(part + 2 * CHUNKS, best.to(tl.float32), mask=real & (drawn == 0))
 
 
 @triton.jit

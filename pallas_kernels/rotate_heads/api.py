@@ -100,7 +100,7 @@ def rotate_heads(
 
 
 def _describe(
-    x: Any, positions: Any, heads: Sequence[Heads], head_dim: int, rotary_dim: int, theta: float, eps: float,
+    x: Any, positions: Any, heads: Sequence[Any], head_dim: int, rotary_dim: int, theta: float, eps: float,
     plus_one: bool, ring: bool,
 ) -> Problem:  # fmt: skip
     for i, each in enumerate(heads):

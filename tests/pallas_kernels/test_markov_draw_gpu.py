@@ -21,7 +21,7 @@ def triton(given: dict[str, jax.Array], *, slot: int, keep: bool = True):
 
 @needs_triton
 @pytest.mark.parametrize("batch, vocab, rank", [(1, VOCAB, 256), (3, 200_061, 256), (8, VOCAB, 256), (8, 6147, 16),
-                                                (64, VOCAB, 256), (70, 5001, 24)])  # fmt: skip
+                                                (20, 5001, 256), (64, VOCAB, 256), (70, 5001, 24)])  # fmt: skip
 def test_slots_equal_the_oracle(batch: int, vocab: int, rank: int) -> None:
     given = arguments(batch, vocab, rank)
     for slot in range(2):
