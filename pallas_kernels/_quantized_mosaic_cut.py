@@ -49,8 +49,8 @@ class Shares:
     def start(self, block: Any) -> Any:
         """First of all units that the block takes; the one of a lower number goes on where it ends.
 
-        Blocks wait for those of lower numbers alone. All are resident at once, one to a multiprocessor; and even where
-        something else holds multiprocessors back they start in the order of their numbers, so that no wait is for ever.
+        All blocks are resident at once, one to a multiprocessor. They wait for those of lower numbers alone, and start
+        in that order in practice, so that no wait is for ever even where something else holds multiprocessors back.
         """
         return divide((self.blocks - 1 - block) * (self.tiles * self.units), self.blocks)
 

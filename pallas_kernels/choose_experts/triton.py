@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _dispatch
-from pallas_kernels._triton import power_of_two, require_triton, triton_call
+from pallas_kernels._triton import power_of_two, require_triton
 
 MOST_ROWS = 1024  # what the slices leave behind grows with the rows: 25 MB for so many
 MOST_EXPERTS = 1024
@@ -37,19 +37,21 @@ def _program(top_k: int) -> Callable[..., tuple[jax.Array, ...]]:
 
 def run(x: jax.Array, weight: jax.Array, bias: jax.Array, *, top_k: int) -> tuple[jax.Array, jax.Array]:
     """-> int32 and float32 [N, top_k]."""
+    import jax_triton  # pyright: ignore[reportMissingImports]
+
     from pallas_kernels.choose_experts import triton_kernel
 
     (rows, hidden), experts = x.shape, weight.shape[0]
     step, row_tile = min(STEP, power_of_two(hidden)), min(ROW_TILE, power_of_two(rows))
     slices = -(-hidden // step)
     shape = jax.ShapeDtypeStruct
-    parts = triton_call(
+    parts = jax_triton.triton_call(
         x, weight, kernel=triton_kernel.multiply, out_shape=shape((slices, rows, experts), jnp.float32),
         grid=(slices, -(-experts // EXPERT_TILE), -(-rows // row_tile)), name="choose_experts_multiply_triton",
         num_warps=WARPS[0], ROWS=rows, EXPERTS=experts, HIDDEN=hidden, ROW_TILE=row_tile, EXPERT_TILE=EXPERT_TILE,
         STEP=step,
     )  # fmt: skip
-    chosen, weights = triton_call(
+    chosen, weights = jax_triton.triton_call(
         parts, bias, kernel=triton_kernel.choose,
         out_shape=[shape((rows, top_k), jnp.int32), shape((rows, top_k), jnp.float32)], grid=(rows,),
         name="choose_experts_choose_triton", num_warps=WARPS[1], ROWS=rows, EXPERTS=experts,

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels._quantized import Format
-from pallas_kernels._triton import power_of_two, triton_call
+from pallas_kernels._triton import power_of_two
 from pallas_kernels.grouped_experts.routing import most_tiles
 
 MOST_PAIRS = 512  # every program counts them all
@@ -21,13 +21,15 @@ def spread_by_expert(
     Row n, in the order of `_quantized_mosaic.reorder`, is at places[n, j] for each choice j that names an expert, if
     its position is not negative. The other rows are never written and hold anything.
     """
+    import jax_triton  # pyright: ignore[reportMissingImports]
+
     from pallas_kernels.grouped_experts import spreading_kernel
 
     (num_rows, choices), hidden = experts.shape, x.shape[1]
     most, words = most_tiles(experts.size, num_experts, tile), hidden // 2
     padded, width = power_of_two(num_experts), min(WIDTH, power_of_two(words))
     shape = jax.ShapeDtypeStruct
-    tiles, places, rows = triton_call(
+    tiles, places, rows = jax_triton.triton_call(
         lax.bitcast_convert_type(x.reshape(num_rows, words, 2), jnp.int32), experts, positions,
         kernel=spreading_kernel.spread,
         out_shape=[
