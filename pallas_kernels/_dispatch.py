@@ -1,6 +1,5 @@
 """Choosing an implementation, and what the kernels that XLA cannot look into have in common."""
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -62,15 +61,27 @@ def require_cuda(device: Any, what: str) -> tuple[int, int]:
     return major, minor
 
 
+def without_derivative(function: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run`, but an error with a way out for whoever differentiates it."""
+
+    def kernel_without_derivative(*args: Any) -> Any:
+        return run(*args)
+
+    guarded = jax.custom_jvp(kernel_without_derivative)
+
+    @guarded.defjvp
+    def no_derivative(primals: Any, tangents: Any) -> Any:
+        raise NotImplementedError(f"{function} has no derivative on this device: differentiate implementation='xla'.")
+
+    return guarded
+
+
 def opaque(function: str, kernel: Kernel, roles: tuple[str, ...]) -> Kernel:
     """`kernel` with a vmap rule that folds into the batch, and without a derivative.
 
     `roles` says what each argument's leading axis is: "row" (the batch), "pages" (the pool of pages) or "table" (the
     batch, and the entries are page ids).
     """
-
-    def kernel_without_derivative(*args: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return folded(*args)
 
     @jax.custom_batching.custom_vmap
     def folded(*args: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -94,13 +105,7 @@ def opaque(function: str, kernel: Kernel, roles: tuple[str, ...]) -> Kernel:
         outs = folded(*flat)
         return tuple(o.reshape(axis_size, -1, *o.shape[1:]) for o in outs), (True,) * len(outs)
 
-    guarded = jax.custom_jvp(functools.wraps(kernel)(kernel_without_derivative))
-
-    @guarded.defjvp
-    def no_derivative(primals: Any, tangents: Any) -> Any:
-        raise NotImplementedError(f"{function} has no derivative on this device: differentiate implementation='xla'.")
-
-    return guarded
+    return without_derivative(function, folded)
 
 
 def opaque_rows(function: str, kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
@@ -108,9 +113,6 @@ def opaque_rows(function: str, kernel: Callable[..., jax.Array]) -> Callable[...
 
     A batch of x is folded into its rows; batches that have weights of their own run one after the other.
     """
-
-    def kernel_without_derivative(*args: jax.Array) -> jax.Array:
-        return folded(*args)
 
     @jax.custom_batching.custom_vmap
     def folded(*args: jax.Array) -> jax.Array:
@@ -130,10 +132,4 @@ def opaque_rows(function: str, kernel: Callable[..., jax.Array]) -> Callable[...
         out = folded(x.reshape(-1, *x.shape[2:]), *weights)
         return out.reshape(axis_size, -1, *out.shape[1:]), True
 
-    guarded = jax.custom_jvp(functools.wraps(kernel)(kernel_without_derivative))
-
-    @guarded.defjvp
-    def no_derivative(primals: Any, tangents: Any) -> Any:
-        raise NotImplementedError(f"{function} has no derivative on this device: differentiate implementation='xla'.")
-
-    return guarded
+    return without_derivative(function, folded)

@@ -65,9 +65,6 @@ def run(x: jax.Array, weight: jax.Array, bias: jax.Array, *, top_k: int) -> tupl
 def _opaque(kernel: Callable[..., tuple[jax.Array, ...]]) -> Callable[..., tuple[jax.Array, ...]]:
     """`kernel(x, weight, bias)` with a vmap rule that folds into the rows, and without a derivative."""
 
-    def kernel_without_derivative(*args: jax.Array) -> tuple[jax.Array, ...]:
-        return folded(*args)
-
     @jax.custom_batching.custom_vmap
     def folded(*args: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(kernel(*args))
@@ -82,12 +79,4 @@ def _opaque(kernel: Callable[..., tuple[jax.Array, ...]]) -> Callable[..., tuple
         outs = [jnp.concatenate(each) for each in zip(*(folded(piece, *router) for piece in pieces), strict=True)]
         return tuple(o.reshape(axis_size, -1, o.shape[-1]) for o in outs), (True,) * len(outs)
 
-    guarded = jax.custom_jvp(kernel_without_derivative)
-
-    @guarded.defjvp
-    def no_derivative(primals: Any, tangents: Any) -> Any:
-        raise NotImplementedError(
-            "choose_experts has no derivative on this device: differentiate implementation='xla'."
-        )
-
-    return guarded
+    return _dispatch.without_derivative("choose_experts", folded)

@@ -6,12 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import _dispatch
+
 
 def opaque(kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """`kernel(x, experts, weights, positions, gate, up, down)` as something that XLA cannot look into."""
-
-    def kernel_without_derivative(*args: Any) -> jax.Array:
-        return folded(*args)
 
     @jax.custom_batching.custom_vmap
     def folded(*args: Any) -> jax.Array:
@@ -31,15 +30,7 @@ def opaque(kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         out = folded(*(a.reshape(-1, *a.shape[2:]) for a in rows), gate, up, down)
         return out.reshape(axis_size, -1, out.shape[-1]), True
 
-    guarded = jax.custom_jvp(kernel_without_derivative)
-
-    @guarded.defjvp
-    def no_derivative(primals: Any, tangents: Any) -> Any:
-        raise NotImplementedError(
-            "grouped_experts has no derivative on this device: differentiate implementation='xla'."
-        )
-
-    return guarded
+    return _dispatch.without_derivative("grouped_experts", folded)
 
 
 def masked(form: Callable[..., jax.Array], num_experts: int) -> Callable[..., jax.Array]:

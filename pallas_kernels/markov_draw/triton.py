@@ -126,9 +126,6 @@ def _opaque(kernel: Callable[..., tuple[jax.Array, ...]]) -> Callable[..., tuple
     """
     rows = 4
 
-    def kernel_without_derivative(*args: jax.Array) -> tuple[jax.Array, ...]:
-        return folded(*args)
-
     @jax.custom_batching.custom_vmap
     def folded(*args: jax.Array) -> tuple[jax.Array, ...]:
         return kernel(*args)
@@ -152,10 +149,4 @@ def _opaque(kernel: Callable[..., tuple[jax.Array, ...]]) -> Callable[..., tuple
             outs = tuple(o.reshape(axis_size, -1, *o.shape[1:]) for o in outs)
         return tuple(outs), (True,) * len(outs)
 
-    guarded = jax.custom_jvp(kernel_without_derivative)
-
-    @guarded.defjvp
-    def no_derivative(primals: Any, tangents: Any) -> Any:
-        raise NotImplementedError("markov_draw has no derivative on this device: differentiate implementation='xla'.")
-
-    return guarded
+    return _dispatch.without_derivative("markov_draw", folded)
