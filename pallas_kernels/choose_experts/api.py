@@ -33,8 +33,8 @@ def choose_experts(
     """The `top_k` experts of each row with the largest sigmoid(x · weight) + bias, weighed without the bias.
 
     Products and sums are float32, in an order of each form's own. The lower index wins a tie, and NaN wins over every
-    number (in "xla" a NaN with a sign loses to all); an infinite weight gives NaN in "triton". The bias is that of load balancing without an auxiliary loss
-    (DeepSeek-V3, arXiv 2412.19437, 2.1.2).
+    number (in "xla" a NaN with a sign loses to all); an infinite weight gives NaN in "triton". The bias is that of load
+    balancing without an auxiliary loss (DeepSeek-V3, arXiv 2412.19437, 2.1.2).
 
     Args:
       x: rows, bfloat16, float16 or float32.
