@@ -256,13 +256,14 @@ class Attention(nnx.Module):
         """Queries, cache and blocks through one kernel behind the projections, if one serves."""
         c, indexer = self.config, self.indexer
         places: list[Place] = [(self.q_norm, None), (self.k_norm, cache.keys), (None, cache.values)]
-        if indexer is not None:
+        if isinstance(indexer, Indexer) and c.index_head_dim == c.head_dim:
             places += [(indexer.q_norm, None), (indexer.k_norm, cache.index_keys)]
-        if indexer is not None and c.index_head_dim != c.head_dim:
+        elif indexer is not None:
             if self.kernels.rotation is not None:
                 raise NotImplementedError(
-                    f"Kernels(rotation={self.kernels.rotation!r}): rotate_heads takes heads of one size, and this layer"
-                    f" has {c.head_dim} and, in its index, {c.index_head_dim}; None takes the form that serves."
+                    f"Kernels(rotation={self.kernels.rotation!r}): rotate_heads takes an Indexer and heads of one size,"
+                    f" and this layer has {type(indexer).__name__} and heads of {c.head_dim} and, in its index, "
+                    f"{c.index_head_dim}; None takes the form that serves."
                 )
             return None
         found = rotate_together(self.kernels, projected, places, positions, c, plus_one=True)

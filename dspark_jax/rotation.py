@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import jax.numpy as jnp
+from flax import nnx
 from jaxtyping import Array, Float, Int
 
 import pallas_kernels
@@ -12,7 +13,7 @@ from dspark_jax.kernels import Kernels
 from dspark_jax.layers import GemmaRMSNorm, RMSNorm
 from pallas_kernels import Heads
 
-Place = tuple[GemmaRMSNorm | RMSNorm | None, Leaf | None]
+Place = tuple[nnx.Module | None, Leaf | None]
 
 
 def rotate_together(
@@ -32,16 +33,13 @@ def rotate_together(
     """
     if kernels.rotation == "xla":
         return None
-    heads = [
-        Heads(
-            count=each.shape[-1] // config.head_dim, weight=None if norm is None else norm.weight.get_value(),
-            cache=cache,
-        )
-        for each, (norm, cache) in zip(projected, places, strict=True)
-    ]  # fmt: skip
     # Of the pieces of one array XLA makes that array again, without a copy.
     joined = jnp.concatenate(projected, axis=-1)
     try:
+        heads = [
+            Heads(count=each.shape[-1] // config.head_dim, weight=_weight(norm), cache=cache)
+            for each, (norm, cache) in zip(projected, places, strict=True)
+        ]
         if any(each.cache is not None and each.cache.dtype != joined.dtype for each in heads):
             found = ", ".join(sorted({str(each.cache.dtype) for each in heads if each.cache is not None}))
             raise NotImplementedError(
@@ -55,3 +53,11 @@ def rotate_together(
         if kernels.rotation is not None:
             raise
         return None
+
+
+def _weight(norm: nnx.Module | None) -> Array | None:
+    if norm is None:
+        return None
+    if not isinstance(norm, GemmaRMSNorm | RMSNorm):  # somebody has put another module there
+        raise NotImplementedError(f"rotate_heads knows GemmaRMSNorm and RMSNorm, found {type(norm).__name__}.")
+    return norm.weight.get_value()

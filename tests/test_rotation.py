@@ -92,7 +92,7 @@ def test_what_the_kernel_cannot_take_together_goes_apart(other: str) -> None:
             run("mosaic")
     else:
         layer = ds.MiniMaxTarget(config, kernels=ds.Kernels(rotation="mosaic")).layers[1].attention
-        with pytest.raises(NotImplementedError, match="rotate_heads takes heads of one size"):
+        with pytest.raises(NotImplementedError, match="rotate_heads takes an Indexer and heads of one size"):
             layer._together([], POSITIONS, layer_cache(config))
 
 
