@@ -214,6 +214,7 @@ def inputs(model: ds.Model, params: ds.SamplingParams) -> tuple:
     return model, *ds.pad_prompts(PROMPTS), ds.request_keys(range(len(PROMPTS))), params
 
 
+@pytest.mark.slow
 def test_two_programs_give_what_generate_gives():
     arguments = inputs(cases.hot_model(), HOT)
     outs = []

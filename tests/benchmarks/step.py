@@ -1,14 +1,15 @@
 """Times one draft-verify step of the real geometry on one GPU, whole and by part, beside the bytes it has to move.
 
     python tests/benchmarks/step.py [--layers 6] [--batch 1 8 64] [--context 4096 32768] [--weights native|bf16]
-    python tests/benchmarks/step.py --graphs                  # wall time alone, with XLA's command buffers
+    python tests/benchmarks/step.py --graphs --loop 20        # wall time alone, with XLA's command buffers
     python tests/benchmarks/step.py --tiny                    # the same path in a minute on a CPU, wall clock
 
 The target is a slice of the released geometry (one dense layer, the rest MoE), the drafter is the whole released one;
 random weights are made on the device in their storage formats. Acceptance is forced to 2.6 of 7 drafts, which leaves
 out the accepting of drafts (it is in the part "filters and verification"). Caches are filled with random keys instead
 of a prefill. Times are sums of the CUPTI kernel durations of one call, median of many: of the whole step back to back,
-of a part with the L2 cache flushed before it; "wall" is the time from call to call. The profiler cannot tell the
+of a part with the L2 cache flushed before it; "wall" is the time from call to call, with `--loop` also that of a step
+of a program that takes many, as `generate` does. The profiler cannot tell the
 kernels of a command buffer apart, so these are off unless `--graphs` is given, which leaves the kernel times out. A
 floor is bytes over the fastest stream that this process measured: weights (of the experts that were chosen), the keys
 and values that the selection or the window names, index keys, and logits. The second floor is the larger of that and
@@ -42,6 +43,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import lax
 from real_size import configs, fill, formats
 from step_parts import Part, nbytes, parts, random_like
 
@@ -202,6 +204,16 @@ def time_step(program: Future[Any], model: ds.Model, state: Any, clock: Any, ste
     return Timed(kernels, 1e6 * float(np.median(times)), names)
 
 
+def time_loop(program: Future[Any], model: ds.Model, state: Any, steps: int) -> float:
+    """Microseconds of a step of a program that takes so many: what `generate` does, without a call for each."""
+    run, held, times = program.result(), jax.block_until_ready(program.result()(model, state)), []
+    for _ in range(3):
+        start = time.perf_counter()
+        held = jax.block_until_ready(run(model, held))
+        times.append(time.perf_counter() - start)
+    return 1e6 * float(np.median(times)) / steps
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """A batch size and context, with the programs of its whole steps and of their parts."""
@@ -209,6 +221,7 @@ class Case:
     name: dict[str, int]
     fresh: Callable[[ds.GenerateConfig], Any]
     steps: tuple[tuple[ds.GenerateConfig, Future[Any]], ...]  # with drafts, without
+    loops: tuple[Future[Any], ...]  # the same, many in one program
     pieces: list[Part]
     compiled: list[Future[Any]]
 
@@ -222,10 +235,18 @@ class Case:
             return make_state(model, batch, context, config, params)
 
         steps = tuple((c, programs(ds.step, model, fresh(c), config=c)) for c in (config, plain))
+        loops = ()
+        if options.loop:
+
+            def loop(model: ds.Model, state: Any, config: ds.GenerateConfig) -> Any:
+                return lax.fori_loop(0, options.loop, lambda _, state: ds.step(model, state, config=config)[0], state)
+
+            run = jax.jit(loop, static_argnames="config", donate_argnums=1)
+            loops = tuple(programs(run, model, fresh(c), config=c) for c in (config, plain))
         pieces = [] if GRAPHS else parts(model, fresh(config), config, context)
         timed = [] if options.whole else pieces
         compiled = [programs(jax.jit(part.function, donate_argnums=0), part.carry, *part.args) for part in timed]
-        return cls(dict(batch=batch, context=context), fresh, steps, pieces, compiled)
+        return cls(dict(batch=batch, context=context), fresh, steps, loops, pieces, compiled)
 
     def time(self, model: ds.Model, clock: Any, bandwidth: float, table: Table) -> None:
         options = table.options
@@ -253,6 +274,10 @@ class Case:
             flush=True,
         )
         table.add(**self.name, part="plain", us=found.us, kernels=found.kernels, wall=found.wall)
+        for name, (config, _), program in zip(("7 drafts", "no drafts"), self.steps, self.loops, strict=False):
+            wall = time_loop(program, model, self.fresh(config), options.loop)
+            print(f"  {f'{options.loop} steps in one program, {name}':38} wall {wall:10.1f} us a step", flush=True)
+            table.add(**self.name, part=f"loop, {name}", steps=options.loop, wall=wall)
         if self.compiled:
             time_parts(self.pieces, self.compiled, self.name, clock, bandwidth, table)
 
@@ -310,6 +335,7 @@ def main() -> None:
     parser.add_argument("--top-p", type=float, default=0.95, help="1: no filter but the temperature")
     parser.add_argument("--whole", action="store_true", help="leave out the parts")
     parser.add_argument("--graphs", action="store_true", help="command buffers on, wall time alone")
+    parser.add_argument("--loop", type=int, default=0, metavar="N", help="time N steps in one program, too")
     parser.add_argument("--peak", type=float, default=989.0, help="TFLOP/s of the matrix units; default: H200, bf16")
     parser.add_argument("--time-limit", type=float, default=math.inf, help="seconds after which no row is begun")
     parser.add_argument("--json", help="where to write all figures")

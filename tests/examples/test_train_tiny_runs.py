@@ -105,6 +105,7 @@ def entries(log: loop.Log, name: str) -> list[dict]:
     return [e for e in map(json.loads, log.file.read_text().splitlines()) if e["kind"] == name and "loss" in e]
 
 
+@pytest.mark.slow
 def test_target_learns_and_resumes_where_it_was_stopped(tmp_path, monkeypatch, capsys):
     run = train_target.make_run(MICRO, TARGET, GEOMETRY, seed=0, dtype=jnp.float32)
     stream = jnp.asarray(stream_of(0, 4000))
@@ -162,6 +163,7 @@ def test_target_learns_and_resumes_where_it_was_stopped(tmp_path, monkeypatch, c
     assert "[target]" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_drafter_learns_on_the_exported_target(pair, tmp_path, monkeypatch, capsys):
     folder, *_ = pair
     model = ds.load(folder / "converted", compute_dtype=jnp.float32)
