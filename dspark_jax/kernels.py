@@ -1,6 +1,7 @@
 """Which form of `pallas_kernels` the work of a model goes through: one choice, made where a model is built."""
 
 import dataclasses
+import typing
 from collections.abc import Callable
 from typing import Literal
 
@@ -40,9 +41,7 @@ class Kernels:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            known = {"sampling": ("triton", "xla"), "routing": ("triton", "xla"), "rotation": ("mosaic", "xla")}.get(
-                field.name, ("mosaic", "triton", "xla")
-            )
+            known = typing.get_args(typing.get_args(field.type)[0])  # the names in its annotation
             if (value := getattr(self, field.name)) not in (None, *known):
                 names = f"{', '.join(['None', *map(repr, known[:-1])])} or {known[-1]!r}"
                 raise ValueError(f"{field.name} must be {names}, found {value!r}")

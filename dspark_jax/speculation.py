@@ -15,7 +15,6 @@ from dspark_jax.checkpoint import Model
 from dspark_jax.drafter import DSparkDrafter
 from dspark_jax.generate_config import GenerateConfig
 from dspark_jax.generation_state import GenerationState
-from dspark_jax.heads import NoMarkov
 from dspark_jax.kernels import Kernels, first_that_serves
 from dspark_jax.target import MiniMaxTarget
 from pallas_kernels import filter_floors
@@ -159,16 +158,14 @@ def draft_tokens(
     **options: Any,
 ) -> sampling.Draft:
     """`sampling.draft` with the drafter's Markov head, through the kernel that its `kernels` name or the best one."""
-
-    head, form = drafter.markov_head, drafter.kernels.sampling
+    head, named = drafter.markov_head, drafter.kernels.sampling
+    draw_slot = getattr(head, "draw_slot", None)  # a head without tables to multiply has none
 
     def run(form: str | None) -> sampling.Draft:
-        draw = None
-        if form != "xla" and not isinstance(head, NoMarkov):
-            draw = functools.partial(head.draw_slot, implementation=form)
+        draw = None if form == "xla" or draw_slot is None else functools.partial(draw_slot, implementation=form)
         return sampling.draft(base_logits, hidden, anchor, markov=head, draw_slot=draw, **options)
 
-    return first_that_serves(("triton", "xla") if form is None else (form,), run)
+    return first_that_serves(("triton", "xla") if named is None else (named,), run)
 
 
 def target_law(

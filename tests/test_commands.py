@@ -14,7 +14,6 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 import dspark_jax as ds
-from dspark_jax._words import counted
 from dspark_jax.commands import _common, demo, evaluate, generate, main
 
 # Compiling is nearly all of the time of these tests, and most of it goes with the block size.
@@ -176,24 +175,6 @@ def test_speed_is_counted_from_when_everything_is_compiled(monkeypatch):
     assert clock.describe().endswith("; then 5.0 tokens/s over 2 steps")
     clock.events = [(10.0, 1), (16.0, 8), (18.0, 4)]
     assert clock.describe().endswith("; then 2.0 tokens/s over 1 step")
-
-
-def test_one_of_a_thing_is_no_plural():
-    assert [counted(n, "pass", "passes") for n in (0, 1, 2)] == ["0 passes", "1 pass", "2 passes"]
-    assert [counted(n, "token") for n in (1, 1234)] == ["1 token", "1,234 tokens"]
-    one = np.ones((1, 1), np.int32)
-    stats = ds.AcceptanceStats(
-        num_steps=one[0],
-        num_spec_steps=one[0],
-        acceptance_histogram=np.array([[0, 1]], np.int32),
-        drafted_per_position=one,
-        reached_per_position=one,
-        num_emitted_tokens=2 * one[0],
-        expected_accepted=np.ones((1, 2), np.float32),
-    )
-    assert "(1 of 1 draft accepted in 1 step)" in _common.describe(stats)
-    assert _common.quoted("a\nb\nc", most=2).startswith("> ... 1 more line above ...\n")
-    assert _common.quoted("a\nb\nc\nd", most=2).startswith("> ... 2 more lines above ...\n")
 
 
 def test_generate_reads_files_of_prompts(call, checkpoint, bare, tmp_path):
