@@ -12,7 +12,7 @@ others compute, `split` of them sharing a tile by every split-th step along K. x
     SwiGLU    `multiply(x, [gate, up], swiglu=Swiglu(...))`: of a pair of warpgroups each makes gate or up, one of them
               the product; with or without experts
 
-With a `unit` in the tiling and one tile of x, blocks share the tiles evenly, also where that cuts a tile.
+With a `unit` in the tiling and no experts, blocks share the tiles evenly, also where that cuts a tile.
 With `order` the next kernel's x comes out in the order in which that kernel reads it.
 """
 
@@ -47,6 +47,7 @@ def multiply(
     tiling: Tiling,
     rows: int | None = None,
     experts: jax.Array | None = None,
+    counts: jax.Array | None = None,
     swiglu: Swiglu | None = None,
     order: Format | None = None,
     spare: int = 0,
@@ -62,6 +63,7 @@ def multiply(
         input size; codes [out, ...], or [E, out, ...] with `experts`.
       rows: rows of the result if x has only one tile; those after are not written. None: all of x.
       experts: int32 [1 + blocks]: how many tiles are used and the expert of each. Rows of unused tiles are not written.
+      counts: int32 [blocks], rows of each tile, if the tiling has `few`; of such tiles the rest is not written.
       spare: rows of zeros to write behind the result.
       order: format of the weight that reads the result: its columns are in the order of `reorder(order, result)`.
     """
@@ -76,10 +78,10 @@ def multiply(
     rows = padded if rows is None else rows
     if rows != padded and padded != tiling.tokens:
         raise ValueError(f"only one tile may be cut short, got {rows} of {padded} rows with {tiling}.")
-    if tiling.unit and (padded != tiling.tokens or experts is not None):
-        raise ValueError(
-            f"tiles are shared where there is one tile of x and no experts, got {padded} rows with {tiling}."
-        )
+    if tiling.unit and experts is not None:
+        raise ValueError(f"tiles are shared where there are no experts, got {tiling}.")
+    if tiling.few is not None and counts is None:
+        raise ValueError(f"the rows of each tile decide how it is multiplied with {tiling}: counts are missing.")
     problem = Problem(
         form=first.format, divides=tuple(weight.format.divides for weight in weights), inputs=inputs, sizes=sizes,
         blocks=padded // tiling.tokens, rows=rows, steps_a_scale=scale_steps(first.format, tiling, inputs),
@@ -98,6 +100,9 @@ def multiply(
     if experts is not None:
         operands.append(experts)
         names.append("experts")
+    if tiling.few is not None:
+        operands.append(counts)
+        names.append("counts")
 
     p, t = problem, tiling
     if t.unit:

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,20 @@ from pallas_kernels._mosaic_fragments import reorder
 from pallas_kernels._quantized import LEFT_OVER, MXFP8, Format, dequantize_blocks
 from pallas_kernels._quantized_mosaic_cut import Exchange, Piece, Shares, divide, modulo
 from pallas_kernels._quantized_mosaic_tiling import Problem, Tiling, registers
+
+
+class Step(NamedTuple):
+    """One pipeline step of a warpgroup: number of the stage, and refs in shared memory.
+
+    Attributes:
+      x: [tokens, step].
+      codes, scales: [64, bytes] and [64, blocks], what this warpgroup reads of W.
+    """
+
+    slot: Any
+    x: Any
+    codes: Any
+    scales: Any
 
 
 class Block:
@@ -29,8 +43,9 @@ class Block:
         self.blocks = refs["experts"][0] if problem.grouped else self.block * 0 + problem.blocks
         self.exchange = self.shares = None
         if tiling.unit:
-            self.shares = Shares(self.tiles, self.units, self.grid)
-            self.exchange = Exchange(refs, shared["others_ready"], tiling.tokens, problem.finishers(tiling), interpret)
+            self.shares = Shares(problem.blocks * self.tiles, self.units, self.grid, problem.blocks)
+            rows = problem.blocks * tiling.tokens
+            self.exchange = Exchange(refs, shared["others_ready"], rows, problem.finishers(tiling), interpret)
             self.items = self.shares.pieces(self.block)
             self.copies = self.shares.start(self.block - 1) - self.shares.start(self.block)
         else:
@@ -41,13 +56,13 @@ class Block:
     def run(self) -> None:
         @gpu.when(self.warpgroup < self.computing)
         def _compute() -> None:
-            if self.registers.computing:
+            if self.registers.copying:
                 gpu.set_max_registers(self.registers.computing, action="increase")
             self.compute()
 
         @gpu.when(self.warpgroup == self.computing)
         def _memory() -> None:
-            if self.registers.computing:
+            if self.registers.copying:
                 gpu.set_max_registers(self.registers.copying, action="decrease")
             self.memory()
 
@@ -68,6 +83,16 @@ class Block:
         tile = lax.div(inside, size)
         return first + inside - tile * size, tile
 
+    def by_rows(self, block: Any, run: Callable[[int], None]) -> None:
+        """run(rows that are read and multiplied of the tile of x of this number)."""
+        few = self.t.few
+        if few is None:
+            run(self.t.tokens)
+            return
+        is_few = self.g["counts"][block] <= few
+        gpu.when(is_few)(lambda: run(few))
+        gpu.when(~is_few)(lambda: run(self.t.tokens))
+
     # The memory warpgroup.
 
     def memory(self) -> None:
@@ -78,15 +103,16 @@ class Block:
             piece = self.locate(item)
             for weights, first, end in p.sources(t):
                 copy = functools.partial(self.copy_piece, piece, piece.tile - first, weights)
+                copy_all = functools.partial(self.by_rows, piece.block, copy)
                 own = (piece.tile >= first) & (piece.tile < end)
-                copy() if (first, end) == (0, self.tiles) else gpu.when(own)(copy)
+                copy_all() if (first, end) == (0, self.tiles) else gpu.when(own)(copy_all)
 
         if self.exchange is not None:
             self.exchange.wait(self.locate(self.items - 1))  # only the last piece can have others
         self.drain("free", self.copies * p.steps_a_scale, t.stages)
         self.drain("scale_free", self.copies, t.scale_stages)
 
-    def copy_piece(self, piece: Piece, tile: Any, weights: tuple[int, ...]) -> None:
+    def copy_piece(self, piece: Piece, tile: Any, weights: tuple[int, ...], tokens: int) -> None:
         """All that one piece reads; `tile` counts from the first of its weight."""
         p, t, g, s = self.p, self.t, self.g, self.s
         block = piece.block
@@ -119,8 +145,8 @@ class Block:
                 columns = gpu.ds(step * p.form.bytes(t.step), p.form.bytes(t.step))
                 for m, source in enumerate(codes):
                     gpu.copy_to_shared(source.at[:, columns], s["codes"].at[slot, m], ready)
-                rows = gpu.ds(block * t.tokens, t.tokens)
-                gpu.copy_to_shared(g["x"].at[rows, gpu.ds(step * t.step, t.step)], s["x"].at[slot], ready)
+                x = g["x"].at[gpu.ds(block * t.tokens, tokens), gpu.ds(step * t.step, t.step)]
+                gpu.copy_to_shared(x, s["x"].at[slot, gpu.ds(0, tokens)], ready)
 
     def drain(self, name: str, filled: Any, slots: int) -> None:
         """Every phase of a barrier is waited for, as the interpreter demands."""
@@ -135,54 +161,58 @@ class Block:
         t, s = self.t, self.s
         self.place = modulo(self.warpgroup, t.warpgroups)  # which 64 rows
         self.share = divide(self.warpgroup, t.warpgroups)  # which steps
-        finishers = self.p.finishers(t)
 
         @gpu.loop(0, self.items)
         def _item(item: Any) -> None:
             piece = self.locate(item)
-            part = self.accumulate(piece)
-            if "parts" not in s:
-                self.finish(piece, [part])
-                return
-
-            @gpu.when(self.warpgroup >= finishers)
-            def _help() -> None:
-                gpu.when(item > 0)(lambda: gpu.barrier_wait(s["parts_free"]))
-                self.put_part(self.warpgroup - finishers, part)
-                gpu.barrier_arrive(s["parts_ready"])
-
-            @gpu.when(self.warpgroup < finishers)
-            def _finish() -> None:
-                gpu.barrier_wait(s["parts_ready"])
-                others = range(0, self.computing - finishers, finishers)
-                helped = [self.get_part(first + self.warpgroup) for first in others]
-                gpu.barrier_arrive(s["parts_free"])
-                self.finish(piece, [part, *helped])
+            self.by_rows(piece.block, functools.partial(self.compute_piece, piece, item))
 
         if "parts" in s:
 
-            @gpu.when((self.warpgroup >= finishers) & (self.items > 0))
+            @gpu.when((self.warpgroup >= self.p.finishers(t)) & (self.items > 0))
             def _drain() -> None:
                 gpu.barrier_wait(s["parts_free"])
 
-    def accumulate(self, piece: Piece) -> jax.Array:
+    def compute_piece(self, piece: Piece, item: Any, tokens: int) -> None:
+        s, finishers = self.s, self.p.finishers(self.t)
+        part = self.accumulate(piece, tokens)
+        if "parts" not in s:
+            self.finish(piece, [part])
+            return
+
+        @gpu.when(self.warpgroup >= finishers)
+        def _help() -> None:
+            gpu.when(item > 0)(lambda: gpu.barrier_wait(s["parts_free"]))
+            self.put_part(self.warpgroup - finishers, part)
+            gpu.barrier_arrive(s["parts_ready"])
+
+        @gpu.when(self.warpgroup < finishers)
+        def _finish() -> None:
+            gpu.barrier_wait(s["parts_ready"])
+            others = range(0, self.computing - finishers, finishers)
+            helped = [self.get_part(first + self.warpgroup, tokens) for first in others]
+            gpu.barrier_arrive(s["parts_free"])
+            self.finish(piece, [part, *helped])
+
+    def accumulate(self, piece: Piece, tokens: int) -> jax.Array:
         """This warpgroup's share of the product of a piece: float32 [64, tokens], before the factor."""
+        shape = (gpu.ROWS, tokens)
         if self.interpret is not None:  # the interpreter knows neither registers as operands of wgmma nor assembly
-            return self.each_step(piece, self.add_plainly, gpu.full((gpu.ROWS, self.t.tokens), 0.0))
+            return self.each_step(piece, tokens, self.add_plainly, gpu.full(shape, 0.0))
 
         def run(accumulator: Any) -> jax.Array:
-            self.each_step(piece, functools.partial(self.add_steps, accumulator), None)
+            self.each_step(piece, tokens, functools.partial(self.add_steps, accumulator), None)
             return accumulator[...]
 
-        return gpu.with_accumulator(run, (gpu.ROWS, self.t.tokens))
+        return gpu.with_accumulator(run, shape)
 
-    def each_step(self, piece: Piece, add: Callable[[list[tuple[Any, Any]], Any], Any], total: Any) -> Any:
-        """add([(stage, scales) of each step], total) -> total, for all steps of this warpgroup, some at a time."""
+    def each_step(self, piece: Piece, tokens: int, add: Callable[[list[Step], Any], Any], total: Any) -> Any:
+        """add(steps, total) -> total, for all steps of this warpgroup, some at a time."""
         p, t, s = self.p, self.t, self.s
         a_step, own = t.step // p.form.block, p.steps_a_scale // t.split
         # A stage is let go of a turn or two later: with fewer stages a warpgroup would wait for one that waits for it.
         slabs = p.form.bytes(t.step) // fragments.SLAB
-        enough = (2 if slabs > 1 or not self.registers.room else 3) * t.split
+        enough = (2 if slabs > 1 or not self.registers.room(p.form, tokens) else 3) * t.split
         most = t.straight if self.interpret is None and t.stages >= enough else 1
         straight = next(n for n in range(min(most, own), 0, -1) if own % n == 0)
 
@@ -193,10 +223,13 @@ class Block:
 
             def some(i: Any, total: Any) -> Any:
                 places = [(i * straight + j) * t.split + self.share for j in range(straight)]
-                return add([
-                    (modulo(number * p.steps_a_scale + k, t.stages),
-                     s["scale"].at[scale_slot, self.place, :, gpu.ds(k * a_step, a_step)]) for k in places
-                ], total)  # fmt: skip
+                steps = []
+                for k in places:
+                    slot = modulo(number * p.steps_a_scale + k, t.stages)
+                    scales = s["scale"].at[scale_slot, self.place, :, gpu.ds(k * a_step, a_step)]
+                    x = s["x"].at[slot, gpu.ds(0, tokens)]
+                    steps.append(Step(slot, x, s["codes"].at[slot, self.place], scales))
+                return add(steps, total)
 
             total = lax.fori_loop(0, own // straight, some, total)
             gpu.barrier_arrive(s["scale_free"].at[scale_slot])
@@ -204,53 +237,52 @@ class Block:
 
         return lax.fori_loop(0, piece.end - piece.first, copy, total)
 
-    def add_steps(self, accumulator: Any, steps: list[tuple[Any, Any]], _: None) -> None:
+    def add_steps(self, accumulator: Any, steps: list[Step], _: None) -> None:
         """Products of steps in a straight line, which ptxas needs to let those of one run on into the next."""
         form, free = self.p.form, self.s["free"]
         # With room for both the next slab is dequantised while this one is multiplied, else one fragment at a time.
-        parts, room = range(form.per_byte), self.registers.room
+        parts, room = range(form.per_byte), self.registers.room(form, steps[0].x.shape[0])
         turns = [(slab, p) for slab in range(form.bytes(self.t.step) // fragments.SLAB)
                  for p in ([parts] if room else [[part] for part in parts])]  # fmt: skip
         turn, running = 0, []  # stages whose products may be running, and the last turn of each
-        for slot, scales in steps:
-            gpu.barrier_wait(self.s["ready"].at[slot])
-            x, codes = self.s["x"].at[slot], self.s["codes"].at[slot, self.place]
+        for step in steps:
+            gpu.barrier_wait(self.s["ready"].at[step.slot])
             for slab, some in turns:
                 if turn > 0:
                     gpu.wait_products(len(parts) if room else 0)
                 while running and running[0][1] < turn - (1 if room else 0):
                     gpu.barrier_arrive(free.at[running.pop(0)[0]])
                 made = fragments.weights(
-                    form, codes, scales, slab, scale_stride=self.p.scale_bytes(self.t), parts=some
+                    form, step.codes, step.scales, slab, scale_stride=self.p.scale_bytes(self.t), parts=some
                 )  # fmt: skip
                 for part, weights in zip(some, made, strict=True):
                     column = 64 * (len(parts) * slab + part)
-                    gpu.multiply_registers(accumulator, weights, x.at[:, gpu.ds(column, 64)])
+                    gpu.multiply_registers(accumulator, weights, step.x.at[:, gpu.ds(column, 64)])
                 turn += 1
-            running.append((slot, turn - 1))
+            running.append((step.slot, turn - 1))
         gpu.wait_products(0)
         for slot, _turn in running:
             gpu.barrier_arrive(free.at[slot])
 
-    def add_plainly(self, steps: list[tuple[Any, Any]], total: jax.Array) -> jax.Array:
-        ((slot, scales),) = steps
-        gpu.barrier_wait(self.s["ready"].at[slot])
-        weights = plain_weights(self.p.form, self.s["codes"].at[slot, self.place][...], scales[...])
-        total += jnp.dot(weights, self.s["x"].at[slot][...].astype(jnp.float32).T)
+    def add_plainly(self, steps: list[Step], total: jax.Array) -> jax.Array:
+        (step,) = steps
+        gpu.barrier_wait(self.s["ready"].at[step.slot])
+        weights = plain_weights(self.p.form, step.codes[...], step.scales[...])
+        total += jnp.dot(weights, step.x[...].astype(jnp.float32).T)
         gpu.commit_shared()  # ordinary reads, unlike those of wgmma, have to be ordered before the copy engine's writes
-        gpu.barrier_arrive(self.s["free"].at[slot])
+        gpu.barrier_arrive(self.s["free"].at[step.slot])
         return total
 
     def put_part(self, place: Any, part: jax.Array) -> None:
         if self.interpret is not None:
-            self.s["parts"].at[place][...] = part.reshape(-1)
+            self.s["parts"].at[place, gpu.ds(0, part.size)][...] = part.reshape(-1)
         else:
             fragments.put(self.s["parts"].at[place], part)
 
-    def get_part(self, place: Any) -> jax.Array:
-        shape = (gpu.ROWS, self.t.tokens)
+    def get_part(self, place: Any, tokens: int) -> jax.Array:
+        shape = (gpu.ROWS, tokens)
         if self.interpret is not None:
-            return self.s["parts"].at[place][...].reshape(shape)
+            return self.s["parts"].at[place, gpu.ds(0, gpu.ROWS * tokens)][...].reshape(shape)
         return fragments.get(self.s["parts"].at[place], shape)
 
     def finish(self, piece: Piece, parts: list[jax.Array]) -> None:
@@ -294,7 +326,7 @@ class Block:
 
     def store(self, block: Any, number: Any, values: jax.Array) -> None:
         """values [64, tokens], of the 64 outputs of this number, to the result, transposed and rounded."""
-        p, rows = self.p, min(self.t.tokens, self.p.rows)
+        p, rows = self.p, min(values.shape[1], self.p.rows)
         slabs = 1 if p.order is None else p.order.per_byte  # pieces of 64 outputs that take turns in the order
         start = number * gpu.ROWS
         if slabs > 1:

@@ -1,8 +1,8 @@
 """How thread blocks share the tiles of a launch, and what they exchange where a tile is not one block's.
 
-Without a unit a block takes every so many-th tile, whole. With one all units of all tiles (one tile of rows) lie end
-to end, each block takes an even share of them, and tiles end where they end: "stream-K" (Osama, Merrill, Cecka,
-Garland, Owens, PPoPP 2023). Only a share's first piece can lack the beginning of its tile: it is done first and left in
+Without a unit a block takes every so many-th tile, whole. With one all units of all tiles lie end to end, those of the
+same weights next to each other, each block takes an even share of them, and tiles end where they end: "stream-K"
+(Osama, Merrill, Cecka, Garland, Owens, PPoPP 2023). Only a share's first piece can lack the beginning of its tile: it is done first and left in
 global memory for the block that has the beginning, as its last piece, and finishes the tile.
 """
 
@@ -40,11 +40,15 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Shares:
-    """The even cut, by number of the thread block: `tiles` of `units` each among `blocks`."""
+    """The even cut, by number of the thread block: `tiles` of `units` each among `blocks`.
+
+    `of_x` tiles of x take turns, with the same tile of the output features each.
+    """
 
     tiles: int
     units: int
     blocks: int
+    of_x: int = 1
 
     def start(self, block: Any) -> Any:
         """First of all units that the block takes; the one of a lower number goes on where it ends.
@@ -63,7 +67,10 @@ class Shares:
         ahead = tile * self.units
         first, end = jnp.maximum(start - ahead, 0), jnp.minimum(stop - ahead, self.units)
         owner, last = self.block(ahead), self.block(ahead + self.units - 1)
-        return Piece(0, tile, first, end, ahead + first - start, owner, jnp.where(first == 0, owner - last, 0))
+        return Piece(
+            modulo(tile, self.of_x), divide(tile, self.of_x), first, end, ahead + first - start, owner,
+            jnp.where(first == 0, owner - last, 0),
+        )  # fmt: skip
 
     def block(self, unit: Any) -> Any:
         """The block that takes this one of all units: its share is the last one that starts at or before it."""
@@ -80,17 +87,17 @@ class Exchange:
     """Parts of tiles in global memory, `left` [blocks, parts of a block, *part_shape], never initialised.
 
     Counters of 4 bytes, one for each block, of signals for the tile that it owns, are the zeros behind the rows of x
-    [tokens + `spare_rows`, in]. (Semaphores of Pallas would be zeroed by XLA, in a loop by a copy for each launch.)
+    [rows + `spare_rows`, in]. (Semaphores of Pallas would be zeroed by XLA, in a loop by a copy for each launch.)
     The copying warpgroup, which is done first, waits for them, and the others in shared memory for it: `ready`.
     The interpreter has none and runs one block after the other. There a signal copies to `seen` what the block has
     written until then, no more can be read, and that only as `given` to a second launch.
     """
 
-    def __init__(self, refs: dict[str, Any], ready: Any, tokens: int, finishers: int, interpret: Any):
+    def __init__(self, refs: dict[str, Any], ready: Any, rows: int, finishers: int, interpret: Any):
         self.left, self.ready, self.finishers, self.interpret = refs["left"], ready, finishers, interpret
         self.seen, self.given = refs.get("seen", self.left), refs.get("given", self.left)
         self.a_finisher = self.left.shape[1] // finishers  # parts of it
-        self.x, self.tokens = refs["x"], tokens
+        self.x, self.rows = refs["x"], rows
 
     def leave(self, block: Any, owner: Any, finisher: Any, parts: list[jax.Array]) -> None:
         self.write(block, finisher, parts)
@@ -140,7 +147,7 @@ class Exchange:
 
     def counter(self, block: Any) -> Any:
         inputs = self.x.shape[1]
-        return self.x.at[self.tokens + divide(2 * block, inputs), gpu.ds(modulo(2 * block, inputs), 2)]
+        return self.x.at[self.rows + divide(2 * block, inputs), gpu.ds(modulo(2 * block, inputs), 2)]
 
     def places(self, finisher: Any) -> list[Any]:
         return [finisher * self.a_finisher + i for i in range(self.a_finisher)]

@@ -28,8 +28,10 @@ class Tiling:
       scale_stages: copies of scales held in shared memory; one copy serves several steps.
       group: tiles of x that are worked through together before the next ones; 1 keeps x, many keep W in the cache.
       straight: most steps in a straight line of code, so that the products of one run on into the next.
-      unit: inputs by which blocks share the tiles evenly, for one tile of x; one copy of scales serves them. None: a
-        block takes whole tiles.
+      few: tiles of an expert that have no more rows are read and multiplied as if of so many, a multiple of 8. None:
+        every tile is multiplied whole.
+      unit: inputs by which blocks share the tiles evenly; one copy of scales serves them. None: a block takes whole
+        tiles.
     """
 
     tokens: int
@@ -40,6 +42,7 @@ class Tiling:
     scale_stages: int = 3
     group: int = 1
     straight: int = 1
+    few: int | None = None
     unit: int | None = None
 
     def __post_init__(self) -> None:
@@ -62,6 +65,8 @@ class Tiling:
             raise ValueError(f"group must be at least 1 tile of x, got {self.group}.")
         if self.straight < 1:
             raise ValueError(f"straight must be at least 1 step, got {self.straight}.")
+        if self.few is not None and (self.few % 8 or not 8 <= self.few < self.tokens):
+            raise ValueError(f"few must be a multiple of 8 below tokens {self.tokens}, got {self.few}.")
         if self.unit is not None and (self.unit < 1 or self.unit % (self.step * self.split)):
             raise ValueError(
                 f"unit must be a multiple of step {self.step} times split {self.split}, got {self.unit}: each "
@@ -144,16 +149,24 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class Registers:
-    """What the warpgroups ask for once they know their work.
+    """What the warpgroups have, and ask for once they know their work.
 
     Attributes:
-      computing, copying: registers of a thread of a computing and of the copying warpgroup; 0: as at launch.
-      room: there are enough to make the weights of a slab while those of the one before are multiplied.
+      computing: registers of a thread of a computing warpgroup.
+      copying: those of the copying one; 0: nobody asks, all have what they had at launch.
     """
 
     computing: int
-    copying: int
-    room: bool
+    copying: int = 0
+
+    def room(self, form: Format, tokens: int) -> bool:
+        """Whether they do to make the weights of a slab while those of the one before are multiplied."""
+        return needed_registers(form, tokens) + 24 <= self.computing
+
+
+def needed_registers(form: Format, tokens: int) -> int:
+    """Of a thread, for its accumulator and the weights of two slabs."""
+    return tokens // 2 + 32 * form.per_byte
 
 
 def registers(form: Format, tiling: Tiling) -> Registers:
@@ -163,12 +176,10 @@ def registers(form: Format, tiling: Tiling) -> Registers:
     serialized". So it said at 96 registers of NVFP4 with 24 rows a tile, and of both with 4 warpgroups and 128 rows.
     """
     computing = tiling.warpgroups * tiling.split
-    needed = tiling.tokens // 2 + 32 * form.per_byte
     at_launch = 65536 // (128 * (computing + 1)) // 8 * 8
-    if computing not in REGISTERS or needed + 32 < at_launch:
-        return Registers(0, 0, needed + 24 <= at_launch)
-    more, copying = REGISTERS[computing]
-    return Registers(more, copying, needed + 24 <= more)
+    if computing not in REGISTERS or needed_registers(form, tiling.tokens) + 32 < at_launch:
+        return Registers(at_launch)
+    return Registers(*REGISTERS[computing])
 
 
 def scale_steps(form: Format, tiling: Tiling, inputs: int) -> int:

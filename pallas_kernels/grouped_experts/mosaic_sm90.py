@@ -82,13 +82,14 @@ def grouped_experts_mosaic(
         positions = jnp.zeros(x.shape[:1], jnp.int32)
     live, tile = exists(experts, p.experts) & (positions >= 0)[:, None], tilings[0].tokens
     if routing == "triton" and experts.size <= spreading.MOST_PAIRS:  # not what a vmap has made many
-        tiles, places, rows = spreading.spread_by_expert(
+        tiles, places, counts, rows = spreading.spread_by_expert(
             x, experts, positions, form=first, num_experts=p.experts, tile=tile
         )
     else:
-        tiles, pairs, places = route(without_padding(experts, positions, p.experts), num_experts=p.experts, tile=tile)
+        wanted = without_padding(experts, positions, p.experts)
+        tiles, pairs, places, counts = route(wanted, num_experts=p.experts, tile=tile)
         rows = spread(reorder(first, x), places, live, pairs.size)
-    rest: dict[str, Any] = dict(experts=tiles, multiprocessors=multiprocessors, interpret=interpret)
+    rest: dict[str, Any] = dict(experts=tiles, counts=counts, multiprocessors=multiprocessors, interpret=interpret)
     inner = multiply(
         rows, [Operands(first, *gate), Operands(second, *up)], tiling=tilings[0], swiglu=Swiglu(p.alpha, p.limit),
         order=last, name="grouped_experts_gate_up", **rest,

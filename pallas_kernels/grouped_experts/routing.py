@@ -19,11 +19,13 @@ class Routing(NamedTuple):
       tiles: int32 [1 + tiles], the number of tiles in use and the expert of each; 0 for those after them.
       pairs: int32 [tiles, tile], -1 where a tile is not full.
       places: int32 [N, k], where a pair is in `pairs`, counted through; 0 for a pair that is nowhere.
+      counts: int32 [tiles], how many pairs a tile has.
     """
 
     tiles: jax.Array
     pairs: jax.Array
     places: jax.Array
+    counts: jax.Array
 
     @property
     def used(self) -> jax.Array:
@@ -57,11 +59,11 @@ def route(experts: jax.Array, *, num_experts: int, tile: int, most_compared: int
     flat = experts.reshape(-1)
     most = most_tiles(flat.shape[0], num_experts, tile)
     route = _by_comparison if flat.shape[0] <= most_compared else _by_sorting
-    tiles, pairs, places = route(flat, num_experts, tile, most)
-    return Routing(tiles, pairs, places.reshape(experts.shape))
+    routing = route(flat, num_experts, tile, most)
+    return routing._replace(places=routing.places.reshape(experts.shape))
 
 
-def _by_comparison(flat: jax.Array, num_experts: int, tile: int, most: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _by_comparison(flat: jax.Array, num_experts: int, tile: int, most: int) -> Routing:
     """Three reductions over the pairs, and no more kernels, up to `tiles` and `places`."""
     num_pairs = flat.shape[0]
     pair, last = jnp.arange(num_pairs, dtype=jnp.int32), jnp.int32(2**31 - 1)
@@ -82,10 +84,12 @@ def _by_comparison(flat: jax.Array, num_experts: int, tile: int, most: int) -> t
     tiles = jnp.sum(found, axis=1, dtype=jnp.int32)
     place = jnp.arange(most * tile, dtype=jnp.int32)[:, None]
     pairs = jnp.max(jnp.where((places[None] == place) & live[None], pair[None], -1), axis=1)
-    return tiles, pairs.reshape(most, tile), places
+    own = jnp.where(live, lax.div(places, jnp.int32(tile)), -1)
+    counts = jnp.sum(own[None] == jnp.arange(most, dtype=jnp.int32)[:, None], axis=1, dtype=jnp.int32)
+    return Routing(tiles, pairs.reshape(most, tile), places, counts)
 
 
-def _by_sorting(flat: jax.Array, num_experts: int, tile: int, most: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _by_sorting(flat: jax.Array, num_experts: int, tile: int, most: int) -> Routing:
     num_pairs = flat.shape[0]
     each, pair = (jnp.arange(n, dtype=jnp.int32) for n in (num_experts, num_pairs))
     counts = jnp.sum(flat[None] == each[:, None], axis=1, dtype=jnp.int32)
@@ -105,7 +109,8 @@ def _by_sorting(flat: jax.Array, num_experts: int, tile: int, most: int) -> tupl
     target = jnp.where(inside, pairs, num_pairs).reshape(-1)  # beyond the end: dropped
     places = jnp.zeros((num_pairs,), jnp.int32)
     places = places.at[target].set(jnp.arange(target.shape[0], dtype=jnp.int32), mode="drop")
-    return jnp.concatenate([used[None], expert]), pairs, places
+    in_use = jnp.sum(inside, axis=1, dtype=jnp.int32)
+    return Routing(jnp.concatenate([used[None], expert]), pairs, places, in_use)
 
 
 def _sums(counts: jax.Array) -> jax.Array:

@@ -16,7 +16,7 @@ def load_pairs(experts_ptr, positions_ptr, pair, CHOICES: tl.constexpr, PAIRS: t
 @triton.jit
 def spread(
     x_ptr, experts_ptr, positions_ptr,
-    tiles_ptr, places_ptr, rows_ptr,  # outputs: see `spread_by_expert`
+    tiles_ptr, places_ptr, counts_ptr, rows_ptr,  # outputs: see `spread_by_expert`
     CHOICES: tl.constexpr, CHOICES_PADDED: tl.constexpr, PAIRS: tl.constexpr, PAIRS_PADDED: tl.constexpr,
     EXPERTS: tl.constexpr, EXPERTS_PADDED: tl.constexpr, TILE: tl.constexpr, MOST: tl.constexpr,
     MOST_PADDED: tl.constexpr, WORDS: tl.constexpr, WIDTH: tl.constexpr, SWAPPED: tl.constexpr,
@@ -24,15 +24,19 @@ def spread(
     program = tl.program_id(0)
     expert, pair = tl.arange(0, EXPERTS_PADDED), tl.arange(0, PAIRS_PADDED)
     of = load_pairs(experts_ptr, positions_ptr, pair, CHOICES, PAIRS, EXPERTS)
-    tiles = (tl.histogram(tl.maximum(of, 0), EXPERTS_PADDED, mask=of >= 0) + (TILE - 1)) // TILE
+    pairs = tl.histogram(tl.maximum(of, 0), EXPERTS_PADDED, mask=of >= 0)
+    tiles = (pairs + (TILE - 1)) // TILE
     if program == 0:
         used = tl.sum(tiles, axis=0)
         first = tl.cumsum(tiles, axis=0) - tiles
         tl.store(tiles_ptr, used)
         for i in range(0, tl.max(tiles, axis=0)):
             tl.store(tiles_ptr + 1 + first + i, expert, mask=i < tiles)
+            tl.store(counts_ptr + first + i, tl.minimum(pairs - i * TILE, TILE), mask=i < tiles)
         index = tl.arange(0, MOST_PADDED)
-        tl.store(tiles_ptr + 1 + index, tl.zeros((MOST_PADDED,), tl.int32), mask=(index >= used) & (index < MOST))
+        unused, nothing = (index >= used) & (index < MOST), tl.zeros((MOST_PADDED,), tl.int32)
+        tl.store(tiles_ptr + 1 + index, nothing, mask=unused)
+        tl.store(counts_ptr + index, nothing, mask=unused)
     else:
         BLOCKS: tl.constexpr = (WORDS + WIDTH - 1) // WIDTH
         row, block = (program - 1) // BLOCKS, (program - 1) % BLOCKS

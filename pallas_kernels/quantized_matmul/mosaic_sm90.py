@@ -105,7 +105,7 @@ def quantized_mlp_mosaic(
     # Rows that pad a tile are kept, as the next product pads to tiles too; columns come out as it reads them.
     padded, wanted = _padded_rows(rows, first), _padded_rows(rows, second)
     spare = spare_rows(second, down.in_size, multiprocessors)
-    direct = padded == wanted == first.tokens
+    direct = padded == wanted
     inner = run(
         _in_order(gate.format, x, first, multiprocessors), [gate, up], tiling=first, swiglu=swiglu, order=down.format,
         spare=spare if direct else 0, name="quantized_gate_up",

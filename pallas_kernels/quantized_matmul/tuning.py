@@ -8,9 +8,12 @@ candidates for a number of rows the one with the least estimated time wins: wave
 each as long as its products or its reads of W and x take. Candidates with a `unit` cut tiles evenly among the
 multiprocessors, and pay for the exchange of their parts. Microseconds with whole and with shared tiles:
 
-    rows   gate, up 12288   down   q, k, v, index   o          gate, up 3072   down 3072
-    8      45.7, 42.6       22.4, 24.1   21.1, 20.0   16.4, 18.0   20.2, 15.7   8.8, 10.2
-    64     63.1, 54.9       33.8, 30.6   33.5, 24.8   24.2, 22.4   28.5, 20.8   (56 rows) 11.0, 14.1
+    rows   gate, up 12288   down         q, k, v, index   o            gate, up 3072   down 3072
+    8      45.7, 42.6       22.4, 24.1   21.1, 20.0       16.4, 18.0   20.2, 15.7      8.8, 10.2
+    64     63.1, 54.9       33.8, 30.6   33.5, 24.8       24.2, 22.4   28.5, 20.8      (56 rows) 11.0, 14.1
+    128    91.4, 77.0       62.2, 39.7   42.9, 33.7       42.5, 28.6   34.2, 30.6      18.4, 18.8
+    256    127.6, 142.7     80.6, 64.3   74.3, 51.4       55.5, 46.5   43.1, 44.3      23.5, 26.1
+    512    209.9, 269.5     114.8, 115.9 104.5, 91.8      78.0, 79.7   69.8, 74.9      34.1, 36.2
 """
 
 import dataclasses
@@ -30,7 +33,7 @@ class Candidate:
       warpgroups, split: as in its tiling.
       tokens: most rows of x in a tile; rows are cut evenly into tiles of at most this many.
       step: inputs of a pipeline step.
-      straight, unit: as in its tiling; with a unit there has to be one tile of rows.
+      straight, unit: as in its tiling.
     """
 
     warpgroups: int
@@ -43,8 +46,6 @@ class Candidate:
     def tiling(self, rows: int, form: Format, inputs: int, *, swiglu: bool = False) -> _quantized_mosaic.Tiling:
         """The tiling for `rows`, as deep as shared memory allows, or NotImplementedError if not even two stages fit."""
         tiles = -(-rows // self.tokens)
-        if self.unit and tiles > 1:
-            raise NotImplementedError(f"{rows} rows are more than the one tile of {self}.")
         tokens = -(-rows // (8 * tiles)) * 8
         group = 8 if tiles > 4 else 2 if swiglu and tiles > 1 else 1
         reason = None
@@ -105,8 +106,8 @@ MOST_STAGES = 8
 PRODUCTS, CACHE_BYTES, MAKING = 2048, 33, 1.8
 # Of a weight read once: bytes that a multiprocessor gets out of memory in a clock, and that all of them get.
 OWN_BYTES, MEMORY_BYTES = 26, 2420
-# Clocks for a part of a tile to global memory, its signal, and back, and those more where a tile is longer than a
-# share, so that parts are not done long before they are wanted. EXCHANGE = infinity: no tile is shared.
+# Clocks for a part of a tile of 64 rows, or less, to global memory, its signal, and back, and those more where a tile is
+# longer than a share, so that parts are not done long before they are wanted. EXCHANGE = infinity: no tile is shared.
 EXCHANGE, LATE = 4000, 2000
 ANY = 2**31
 
@@ -122,15 +123,22 @@ _MANY = (
     Candidate(warpgroups=2, tokens=104, step=128),
     Candidate(warpgroups=2, tokens=64, step=128),
 )
+_MANY_STRAIGHT = tuple(dataclasses.replace(c, straight=4 if c.warpgroups < 4 else 1) for c in _MANY)
+_MANY_EVEN_PAIRS = (Candidate(warpgroups=2, tokens=128, step=128, straight=4, unit=1024),)
+_MANY_EVEN = (*_MANY_EVEN_PAIRS, Candidate(warpgroups=2, tokens=256, step=64, straight=4, unit=512))
 _FEW_EVEN = (Candidate(warpgroups=1, split=4, tokens=16, step=256, unit=1024),)
 _FEW_EVEN_PAIRS = tuple(Candidate(warpgroups=2, split=2, tokens=16, step=256, unit=unit) for unit in (1024, 512))
-# Four steps in a straight line are 2 to 4 % faster than one at 64 rows, and up to 8 % slower at 8.
+# Four steps in a straight line are 2 to 4 % faster than one at 64 rows, and up to 8 % slower at 8. At 128 to 512 rows
+# whole tiles gain 1 to 11 %.
 _SOME_EVEN = tuple(Candidate(warpgroups=1, split=2, tokens=64, step=128, straight=4, unit=u) for u in (512, 1024))
 _SOME_EVEN_PAIRS = tuple(Candidate(warpgroups=2, tokens=64, step=128, straight=4, unit=u) for u in (1024, 512))
 _FEW_PAIRS = (Candidate(warpgroups=2, split=2, tokens=16, step=256), Candidate(warpgroups=2, tokens=16, step=256))
 _SOME_PAIRS = (Candidate(warpgroups=2, split=2, tokens=64, step=128), Candidate(warpgroups=2, tokens=64, step=128))
 _MANY_PAIRS = (Candidate(warpgroups=2, tokens=128, step=128), Candidate(warpgroups=2, tokens=64, step=128))
-_TALL, _TALL_WIDE = Candidate(warpgroups=2, tokens=256, step=64), Candidate(warpgroups=2, tokens=256, step=128)
+_MANY_STRAIGHT_PAIRS = tuple(dataclasses.replace(c, straight=4) for c in _MANY_PAIRS)
+_TALL = Candidate(warpgroups=2, tokens=256, step=64, straight=4)
+_TALL_PAIRS = dataclasses.replace(_TALL, straight=1)  # with its 3 stages two steps in a line take 276 us, not 210
+_TALL_WIDE = Candidate(warpgroups=2, tokens=256, step=128)
 _WIDE = (Candidate(warpgroups=1, split=4, tokens=16, step=512), *_FEW)
 _WIDE_PAIRS = (Candidate(warpgroups=2, split=2, tokens=16, step=512), *_FEW_PAIRS)
 _WIDE_EVEN = (Candidate(warpgroups=1, split=2, tokens=16, step=512, unit=1024), *_FEW_EVEN)
@@ -154,7 +162,8 @@ TABLE: dict[FormatName, tuple[Entry, ...]] = {
             triton=_T(features=64, tokens=64, step=128),
         ),
         Entry(
-            rows=ANY, order=("mosaic", "triton"), mosaic=(*_MANY, _TALL), swiglu=(*_MANY_PAIRS, _TALL),
+            rows=ANY, order=("mosaic", "triton"), mosaic=(*_MANY_STRAIGHT, _TALL, *_MANY_EVEN),
+            swiglu=(*_MANY_STRAIGHT_PAIRS, _TALL_PAIRS, *_MANY_EVEN_PAIRS),
             triton=_T(features=128, tokens=128, step=64, warps=8, stages=3),
         ),
     ),
@@ -223,14 +232,22 @@ def choose_mosaic(
             reason = reason or error
             continue
         rows_of_w = sum(sizes) * (2 if swiglu else 1)
-        fitting.append((*_estimate(tiling, form, rows, rows_of_w, inputs, multiprocessors), tiling))
+        columns = tiling.tokens * (2 if swiglu else 1)  # that one warpgroup finishes
+        estimate = _estimate(tiling, form, rows, rows_of_w, inputs, multiprocessors, columns)
+        fitting.append((*estimate, tiling))
     if not fitting:
         raise reason or NotImplementedError("the Mosaic kernel has no tiling for this weight.")
     return min(fitting, key=lambda estimate: estimate[:2])[-1]
 
 
 def _estimate(
-    tiling: _quantized_mosaic.Tiling, form: Format, rows: int, outputs: int, inputs: int, multiprocessors: int
+    tiling: _quantized_mosaic.Tiling,
+    form: Format,
+    rows: int,
+    outputs: int,
+    inputs: int,
+    multiprocessors: int,
+    columns: int,
 ) -> tuple[float, float]:
     """Clocks that a launch takes, and that its longest block would without the others."""
     features = 64 * tiling.warpgroups
@@ -252,7 +269,8 @@ def _estimate(
     units = tiles * inputs // tiling.unit
     share = -(-units // min(multiprocessors, units)) * tiling.unit
     longest = clocks * share / inputs
-    return max(longest, tiles * of_memory) + EXCHANGE + (LATE if share < inputs else 0), longest
+    exchange = EXCHANGE * max(1, columns / 64) + (LATE if share < inputs else 0)
+    return max(longest, tiles * of_memory) + exchange, longest
 
 
 def choose_triton(

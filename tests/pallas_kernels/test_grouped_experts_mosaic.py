@@ -24,9 +24,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*os.fork.*:RuntimeWarning")  # 
 SHAPES, CHOSEN = ((2, 1), (1, 2)), ((2, 2), (2, 2))  # warpgroups and split of gate_up, of down
 
 
-def interpreted(case: Case, tokens: int = 8, races: bool = True, shapes: tuple = SHAPES) -> jax.Array:
+def interpreted(
+    case: Case, tokens: int = 8, races: bool = True, shapes: tuple = SHAPES, few: int | None = None
+) -> jax.Array:
     problem, arrays = describe(case)
-    tilings = [Tiling(tokens=tokens, step=256, stages=2, warpgroups=w, split=s, scale_stages=2) for w, s in shapes]
+    tilings = [
+        Tiling(tokens=tokens, step=256, stages=2, warpgroups=w, split=s, scale_stages=2, few=few) for w, s in shapes
+    ]
     interpret = _mosaic.interpreter(detect_races=races)
     run = functools.partial(
         mosaic_sm90.grouped_experts_mosaic, problem=problem, tilings=tuple(tilings), multiprocessors=2,
@@ -50,6 +54,27 @@ SIZES = dict(experts=3, hidden=512, inner=512, dtype="bfloat16")
 def test_interpreted_equals_the_loop(kind: str, down: str, situation: str, rows: int, shapes: tuple) -> None:
     case = random_case(1, choices(situation, 3, rows=rows), kind=kind, down=down, **SIZES)
     assert_close(interpreted(case, shapes=shapes), oracle(case), BFLOAT16)
+
+
+@pytest.mark.parametrize("shapes", [SHAPES, CHOSEN])
+def test_tiles_with_few_rows_are_cut(shapes: tuple) -> None:
+    """11, 1, 18 and 2 rows in tiles of 16: two tiles of 16 and 11 rows whole, three of 1 and 2 rows as if of 8."""
+    chosen = np.repeat([0, 1, 2, 3], [11, 1, 18, 2]).reshape(4, 8).T.astype(np.int32)
+    case = random_case(4, chosen, kind="nvfp4 divide", down="mxfp8", **SIZES | dict(experts=4))
+    assert_close(interpreted(case, tokens=16, shapes=shapes, few=8), oracle(case), BFLOAT16)
+
+
+@pytest.mark.parametrize("wrong", ["counts of the neighbour", "all tiles are few"])
+def test_a_full_tile_that_is_cut_is_seen(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
+    def route(*args, **options):
+        right = routing.route(*args, **options)
+        return right._replace(counts=jnp.roll(right.counts, 1) if wrong == "counts of the neighbour" else right.counts * 0)
+
+    case = random_case(4, np.repeat([0, 1], [13, 3]).reshape(4, 4).T.astype(np.int32), kind="mxfp8", **SIZES)
+    assert_close(interpreted(case, tokens=16, few=8, races=False), oracle(case), BFLOAT16)
+    monkeypatch.setattr(mosaic_sm90, "route", route)
+    with pytest.raises(AssertionError):
+        assert_close(interpreted(case, tokens=16, few=8, races=False), oracle(case), BFLOAT16)
 
 
 def _swiglu_symmetric(monkeypatch: pytest.MonkeyPatch, case: Case) -> Case:
@@ -262,7 +287,7 @@ def test_tiles_hold_most_experts_rows() -> None:
         counts = np.bincount(chosen.reshape(-1), minlength=128)
         for tile in (
             tuning.choose_tile(real_size(NVFP4, rows)),
-            mosaic_tuning.choose_mosaic_tile(real_size(NVFP4, rows)),
+            mosaic_tuning.choose_entry(real_size(NVFP4, rows)).tile,
         ):
             tiles = -(-counts // tile)
             assert tiles.sum() <= 1.35 * (counts > 0).sum()

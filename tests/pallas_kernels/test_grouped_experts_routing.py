@@ -36,11 +36,13 @@ def check(found: routing.Routing, chosen: np.ndarray, num_experts: int, tile: in
     used = len(experts)
     bound = routing.most_tiles(chosen.size, num_experts, tile)
     assert found.expert.shape == (bound,) and found.pairs.shape == (bound, tile) and used <= bound
-    assert found.tiles.dtype == found.pairs.dtype == found.places.dtype == jnp.int32
+    assert {field.dtype for field in found} == {jnp.dtype(jnp.int32)}
     assert int(found.used) == used
     np.testing.assert_array_equal(found.tiles, [used, *experts, *[0] * (bound - used)])
     np.testing.assert_array_equal(found.expert, experts + [-1] * (bound - used))
     np.testing.assert_array_equal(found.pairs, tiles + [[-1] * tile] * (bound - used))
+    rows = [sum(pair >= 0 for pair in piece) for piece in tiles]
+    np.testing.assert_array_equal(found.counts, rows + [0] * (bound - used))
     places = np.zeros(chosen.size, int)
     for place, pair in enumerate(pair for piece in tiles for pair in piece):
         if pair >= 0:
@@ -89,7 +91,7 @@ def test_the_bound_is_reached_and_not_passed(num_pairs: int) -> None:
     assert routing.most_tiles(8 * tile, 1, tile) == 8
 
 
-@pytest.mark.parametrize("field", ["tiles", "pairs", "places"])
+@pytest.mark.parametrize("field", ["tiles", "pairs", "places", "counts"])
 def test_a_routing_off_by_one_tile_is_caught(field: str) -> None:
     chosen = np.random.default_rng(0).integers(0, 6, (20, 2)).astype(np.int32)
     right = program(6, 8)(jnp.asarray(chosen))

@@ -20,12 +20,14 @@ def run(x: np.ndarray, experts: np.ndarray, positions: np.ndarray, form: Format,
 
 
 def check(found, x: np.ndarray, experts: np.ndarray, positions: np.ndarray, form: Format, num_experts: int, tile: int):
-    """Raises AssertionError where tiles, places or rows are wrong."""
-    tiles, places, rows = (np.asarray(a) for a in found)
+    """Raises AssertionError where tiles, places, counts or rows are wrong."""
+    tiles, places, counts, rows = (np.asarray(a) for a in found)
     live = np.where(positions[:, None] >= 0, experts, num_experts)
     used, pieces = route_by_hand(live, num_experts, tile)
     bound = routing.most_tiles(experts.size, num_experts, tile)
     np.testing.assert_array_equal(tiles, [len(used), *used, *[0] * (bound - len(used))])
+    full = [sum(pair >= 0 for pair in piece) for piece in pieces]
+    np.testing.assert_array_equal(counts, full + [0] * (bound - len(used)))
     wanted = np.zeros(experts.size, int)
     # Of each slab of 32 pairs of inputs (NVFP4: 64): pair j of a quarter follows pair j of the quarter before.
     quarter = 8 if form is MXFP8 else 16

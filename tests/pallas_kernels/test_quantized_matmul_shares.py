@@ -45,27 +45,30 @@ CUTS = [  # tiles, units of each, blocks: real launches, tiles longer than a sha
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("of_x", [1, 2, 3])
 @pytest.mark.parametrize("tiles, units, blocks", CUTS)
-def test_every_unit_is_done_once_and_every_part_is_fetched(tiles: int, units: int, blocks: int) -> None:
-    shares = Shares(tiles, units, blocks)
-    done, lengths = np.zeros((tiles, units), int), []
+def test_every_unit_is_done_once_and_every_part_is_fetched(tiles: int, units: int, blocks: int, of_x: int) -> None:
+    tiles = -(-tiles // of_x) * of_x
+    shares = Shares(tiles, units, blocks, of_x)
+    done, lengths = np.zeros((tiles // of_x, of_x, units), int), []
     left, fetched, owners, owning = set(), set(), set(), set()
     for block in range(blocks):
         count, before = int(shares.pieces(jnp.int32(block))), 0
         for item in range(count):
             piece = jax.tree.map(int, vars(shares.piece(jnp.int32(block), jnp.int32(item))))
             assert 0 <= piece["first"] < piece["end"] <= units and piece["before"] == before
-            done[piece["tile"], piece["first"] : piece["end"]] += 1
+            tile = piece["tile"], piece["block"]
+            done[*tile, piece["first"] : piece["end"]] += 1
             before += piece["end"] - piece["first"]
             if piece["first"] > 0:
                 assert item == 0 and piece["others"] == 0  # so that a block leaves one part at most, and at once
-                left.add((block, piece["tile"]))
-                owners.add((piece["owner"], piece["tile"]))
+                left.add((block, tile))
+                owners.add((piece["owner"], tile))
             assert (piece["others"] > 0) == (piece["first"] == 0 and piece["end"] < units)
             if piece["first"] == 0:
                 assert piece["owner"] == block and piece["others"] <= shares.most_others
-            fetched |= {(block - 1 - i, piece["tile"]) for i in range(piece["others"])}
-            owning |= {(block, piece["tile"])} if piece["others"] else set()
+            fetched |= {(block - 1 - i, tile) for i in range(piece["others"])}
+            owning |= {(block, tile)} if piece["others"] else set()
         lengths.append(before)
     assert (done == 1).all() and fetched == left and owners == owning
     assert max(lengths) - min(lengths) <= 1 and min(lengths) >= 1
@@ -77,6 +80,7 @@ CASES = [  # format, rows, outputs of the weights, inputs, multiprocessors, tili
     ("mxfp8", 7, (128,), 2048, 5, dataclasses.replace(FEW, split=1, stages=3)),  # tiles that three blocks share
     ("nvfp4", 8, (128, 64, 192), 768, 4, dataclasses.replace(FEW, unit=256)),
     ("nvfp4", 64, (64,), 1536, 132, Tiling(tokens=64, step=128, stages=2, unit=512)),  # fewer units than blocks
+    ("mxfp8", 20, (128, 64), 1024, 7, dataclasses.replace(FEW, split=1, stages=3)),  # three tiles of x
 ]
 SLOW_CASES = [
     ("mxfp8", 8, (64, 192), 1536, 5, dataclasses.replace(FEW, split=4, step=128)),
@@ -118,14 +122,15 @@ WIDE_PAIR = dataclasses.replace(PAIR, warpgroups=4, split=1)  # two of gate, two
         (("mxfp8",) * 3, 7, PAIR),
         pytest.param(("nvfp4", "nvfp4", "mxfp8"), 64, PAIR, marks=pytest.mark.slow),
         (("mxfp8", "mxfp8", "nvfp4"), 5, WIDE_PAIR),
+        (("mxfp8",) * 3, 11, PAIR),
         pytest.param(("nvfp4",) * 3, 5, dataclasses.replace(WIDE_PAIR, unit=None), marks=pytest.mark.slow),
     ],
-    ids=["mxfp8-7", "mixed-64", "wide", "wide-whole"],
+    ids=["mxfp8-7", "mixed-64", "wide", "two tiles of x", "wide-whole"],
 )
 def test_mlp_interpreted(forms: tuple, rows: int, first: Tiling) -> None:
     """Gate, up and SwiGLU in 16 units among 5 blocks, written in the order of a second launch that shares tiles too."""
     weights, x = mlp_weights(forms), random_x(rows, rows, 1024) * jnp.bfloat16(2.0**-6)
-    tokens = -(-rows // 8) * 8
+    tokens = 8 if rows < 64 else 64
     tilings = tuple(dataclasses.replace(t, tokens=tokens, stages=2) for t in (first, FEW))
     assert_mlp(run_mlp(x, weights, tilings), x, *weights)
 
@@ -241,6 +246,12 @@ MEASURED = [
     (12288, 6144, 64, True, True), (6144, 12288, 64, False, True), (ATTENTION, 6144, 64, False, True),
     (6144, 8192, 64, False, True), (3072, 6144, 64, True, True), (6144, 3072, 56, False, False),
     (CONTEXT, 6144, 56, False, True),
+    (12288, 6144, 128, True, True), (6144, 12288, 128, False, True), (ATTENTION, 6144, 128, False, True),
+    (6144, 8192, 128, False, True), (6144, 3072, 128, False, False), (CONTEXT, 6144, 128, False, True),
+    (12288, 6144, 256, True, False), (6144, 12288, 256, False, True), (ATTENTION, 6144, 256, False, True),
+    (6144, 8192, 256, False, True), (3072, 6144, 256, True, False), (6144, 3072, 256, False, False),
+    (12288, 6144, 512, True, False), (ATTENTION, 6144, 512, False, True), (8192, 6144, 512, False, False),
+    (3072, 6144, 512, True, False), (6144, 3072, 512, False, False), (CONTEXT, 6144, 512, False, False),
 ]  # fmt: skip
 
 
@@ -257,7 +268,6 @@ def test_tiles_are_shared_where_that_was_faster(
 def test_tiles_that_fill_the_multiprocessors_stay_whole() -> None:
     assert tuning.choose_mosaic(MXFP8, 8, 8192, 6144).unit is None  # 128 tiles
     assert tuning.choose_mosaic(MXFP8, 64, 64 * 132, 6144).unit is None
-    assert tuning.choose_mosaic(MXFP8, 65, 6144, 8192).unit is None  # more than a tile of rows
 
 
 @pytest.mark.parametrize("form", FORMATS.values(), ids=lambda f: f.name)
@@ -283,7 +293,6 @@ def test_units_are_validated() -> None:
     assert scale_steps(MXFP8, FEW, 6144) == 4 and scale_steps(NVFP4, FEW, 6144) == 4
     assert scale_steps(MXFP8, dataclasses.replace(FEW, unit=None), 6144) > 4
     weight = take_apart(random_weight("mxfp8", 1, 128, 512))
-    with pytest.raises(ValueError, match="where there is one tile of x and no experts"):
-        _quantized_mosaic.multiply(random_x(1, 24, 512), [weight], tiling=FEW, interpret=PLAIN)
-    with pytest.raises(NotImplementedError, match="17 rows are more than the one tile"):
-        tuning.Candidate(warpgroups=1, tokens=16, step=256, unit=512).tiling(17, MXFP8, 6144)
+    with pytest.raises(ValueError, match="tiles are shared where there are no experts"):
+        experts = jnp.zeros(2, jnp.int32)
+        _quantized_mosaic.multiply(random_x(1, 16, 512), [weight], tiling=FEW, experts=experts, interpret=PLAIN)
