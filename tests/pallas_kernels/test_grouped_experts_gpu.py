@@ -78,10 +78,10 @@ def test_situations(implementation: str, kind: str) -> None:
         assert_close(run(case, implementation), oracle(case), BFLOAT16)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 8, 17, 40, 64, 129, 512, 1000])
+@pytest.mark.parametrize("rows", [1, 3, 8, 9, 17, 40, 64, 129, 512, 1000])
 @pytest.mark.parametrize("implementation, kind", EVERY)
 def test_every_tile(implementation: str, kind: str, rows: int) -> None:
-    """From a tile of 8 rows to the largest, several tiles an expert, rows that are no multiple of a tile."""
+    """From a tile of 8 rows to the largest, several tiles an expert, some with few rows, no multiple of a tile."""
     chosen = np.argsort(np.random.default_rng(rows).normal(size=(rows, 16)) + np.arange(16) / 8)[:, :4]
     case = random_case(fresh_seed(), chosen, kind=kind, experts=16, **SIZES)
     expected = jax.jit(functools.partial(grouped_experts_reference, **STATIC))(*case.arrays())

@@ -166,12 +166,12 @@ def test_every_tiling_of_the_mlp(entry: int) -> None:
 
 
 def shared_tilings(name: str, rows: int, inputs: int = 6144, swiglu: bool = False) -> list:
-    """Those of the table in which blocks share tiles, and a wide one."""
+    """Those of the table in which blocks share tiles, and a wide one (at 64 rows and more of several tiles of x)."""
     form = _quantized.FORMATS[name]
     entry = tuning.find(form, rows)
     candidates = [c for c in (entry.swiglu if swiglu else entry.mosaic) if c.unit]
     if rows > 16:
-        candidates.append(tuning.Candidate(warpgroups=4, tokens=64, step=128, unit=512))
+        candidates.append(tuning.Candidate(warpgroups=4, tokens=40, step=128, unit=512))
     return [
         candidate.tiling(rows, form, inputs, swiglu=swiglu) for candidate in candidates if inputs % candidate.unit == 0
     ]
@@ -188,7 +188,7 @@ def repeated(run, *args) -> jax.Array:
 
 @needs_sm90
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("rows", [1, 7, 8, 16, 56, 64])
+@pytest.mark.parametrize("rows", [1, 7, 8, 16, 56, 64, 100, 250, 600])
 def test_shared_tiles_of_several_weights(rows: int, form: str) -> None:
     from pallas_kernels.quantized_matmul.mosaic_sm90 import quantized_matmuls_mosaic
 
@@ -209,7 +209,7 @@ def test_shared_tiles_of_several_weights(rows: int, form: str) -> None:
 
 @needs_sm90
 @pytest.mark.parametrize("forms", [("mxfp8",) * 3, ("nvfp4", "nvfp4", "mxfp8")], ids=["mxfp8", "nvfp4"])
-@pytest.mark.parametrize("rows", [1, 7, 56, 64])
+@pytest.mark.parametrize("rows", [1, 7, 56, 64, 130, 300])
 def test_shared_tiles_of_an_mlp(rows: int, forms: tuple) -> None:
     from pallas_kernels._quantized_mosaic import Swiglu
     from pallas_kernels.quantized_matmul.mosaic_sm90 import quantized_mlp_mosaic
@@ -226,7 +226,7 @@ def test_shared_tiles_of_an_mlp(rows: int, forms: tuple) -> None:
 
 
 @needs_sm90
-@pytest.mark.parametrize("rows", [7, 64])
+@pytest.mark.parametrize("rows", [7, 64, 300])
 def test_shared_tiles_in_a_loop(rows: int) -> None:
     """Each launch finds its counters at zero; the weights are those of o_proj."""
     from pallas_kernels.quantized_matmul.mosaic_sm90 import quantized_matmul_mosaic
