@@ -1,16 +1,11 @@
 """Mixture of experts: sigmoid router with a selection bias, routed experts, one shared expert."""
 
-import functools
-
-import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jaxtyping import Array, Float, Int
 
 from dspark_jax import formats
 from dspark_jax.config import TargetConfig
-from dspark_jax.kernels import first_that_serves
 from dspark_jax.layers import Scope, SwigluMLP
 from pallas_kernels import choose_experts, grouped_experts
 
@@ -27,23 +22,8 @@ class Router(nnx.Module):
 
     def __call__(self, x: Float[Array, "N H"]) -> tuple[Int[Array, "N k"], Float[Array, "N k"]]:
         """-> experts (the lower index wins a tie) and their weights, which sum to 1."""
-        weight, bias = self.weight.get_value(), self.bias.get_value()
-
-        def run(in_kernels: bool) -> tuple[Array, Array]:
-            if in_kernels:
-                if any(getattr(a, "dtype", None) != jnp.float32 for a in (weight, bias)):
-                    raise NotImplementedError("the router's kernels take a weight and a bias in float32.")
-                return choose_experts(x, weight, bias, top_k=self.top_k, implementation="triton")
-            scores = jax.nn.sigmoid(formats.linear(x.astype(jnp.float32), weight))
-            biased = scores + bias.astype(jnp.float32)[None, :]
-            _, experts = lax.top_k(biased, self.top_k)
-            chosen = jnp.take_along_axis(scores, experts, axis=-1)
-            # Written out, the sum is part of the kernel that uses the weights, and no reduction by itself.
-            total = functools.reduce(jnp.add, (chosen[:, j] for j in range(self.top_k)))
-            return experts, chosen / total[:, None]
-
-        forms = {None: (True, False), "triton": (True,), "xla": (False,)}
-        return first_that_serves(forms[self.kernels.routing], run)
+        weight, bias = (formats.dequantize(a.get_value(), jnp.float32) for a in (self.weight, self.bias))
+        return choose_experts(x, weight, bias, top_k=self.top_k, implementation=self.kernels.routing)
 
 
 class Experts(nnx.Module):

@@ -100,7 +100,7 @@ def multiply(
     if experts is not None:
         operands.append(experts)
         names.append("experts")
-    if tiling.few is not None:
+    if tiling.few is not None and counts is not None:
         operands.append(counts)
         names.append("counts")
 

@@ -2,8 +2,8 @@
 
 Without a unit a block takes every so many-th tile, whole. With one all units of all tiles lie end to end, those of the
 same weights next to each other, each block takes an even share of them, and tiles end where they end: "stream-K"
-(Osama, Merrill, Cecka, Garland, Owens, PPoPP 2023). Only a share's first piece can lack the beginning of its tile: it is done first and left in
-global memory for the block that has the beginning, as its last piece, and finishes the tile.
+(Osama, Merrill, Cecka, Garland, Owens, PPoPP 2023). Only a share's first piece can lack the beginning of its tile: it
+is done first and left in global memory for the block that has the beginning, as its last piece, and finishes the tile.
 """
 
 import dataclasses

@@ -235,24 +235,24 @@ def test_the_kernel_is_asked_for_and_gives_the_choice(monkeypatch):
     check_router(m, jnp.asarray(rows(1000, 64)))  # no kernel serves a CPU
     monkeypatch.setattr(moe, "choose_experts", through_xla)
     check_router(m, jnp.asarray(rows(1000, 64)))
-    assert asked == ["triton"]
+    assert asked == [None]
     monkeypatch.setattr(moe, "choose_experts", functools.partial(through_xla, mutant=True))
     with pytest.raises(AssertionError):
         check_router(m, jnp.asarray(rows(1000, 64)))
+    monkeypatch.setattr(moe, "choose_experts", through_xla)
     check_router(make(config(), kernels=Kernels(routing="xla")), jnp.asarray(rows(1000, 64)))
-    assert asked == ["triton"] * 2
+    assert asked == [None, None, "xla"]
 
 
 @pytest.mark.parametrize("kind", ["bf16", "mxfp8"])
-def test_a_router_in_another_format_goes_without_the_kernel(kind):
-    def router(routing):
-        return moe.Router(Scope("", {"weight": kind}, jax.random.key(0), Kernels(routing=routing)), config())
-
+def test_a_router_in_another_format_is_one_in_float32(kind):
+    router = moe.Router(Scope("", {"weight": kind}, jax.random.key(0), Kernels(routing=None)), config())
+    plain = moe.Router(Scope("", {}, jax.random.key(0), Kernels(routing=None)), config())
+    plain.weight.set_value(formats.dequantize(router.weight.get_value()))
+    plain.bias.set_value(router.bias.get_value())
     x = jnp.asarray(rows(9, 64))
-    for found, wanted in zip(router(None)(x), router("xla")(x), strict=True):
+    for found, wanted in zip(router(x), plain(x), strict=True):
         np.testing.assert_array_equal(found, wanted)
-    with pytest.raises(NotImplementedError, match="in float32"):
-        router("triton")(x)
 
 
 def test_lists_are_made_as_the_model_says(monkeypatch):

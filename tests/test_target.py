@@ -341,20 +341,12 @@ def test_norm_after_rope_would_be_noticed_in_bf16(monkeypatch, name):
 def float32_parts(monkeypatch) -> dict[str, set]:
     """dtypes that meet in the parts which must be float32, in a model with bf16 activations."""
     seen: dict[str, set] = {"router": set(), "norm": set(), "rotation": set(), "index scores": set()}
-    router, norm, rotate, scores = moe.Router.__call__, layers.rms_normalize, attention.rotate, attention.block_scores
+    router, norm, rotate, scores = moe.choose_experts, layers.rms_normalize, attention.rotate, attention.block_scores
 
-    def spy_router(self, x):
-        with pytest.MonkeyPatch.context() as inner:
-            linear = formats.linear
-
-            def spy(x, weight):
-                seen["router"] |= {x.dtype, weight.dtype, linear(x, weight).dtype}
-                return linear(x, weight)
-
-            inner.setattr(formats, "linear", spy)
-            experts, weights = router(self, x)
-        seen["router"].add(weights.dtype)
-        return experts, weights
+    def spy_router(x, weight, bias, **options):
+        found = router(x, weight, bias, **options)
+        seen["router"] |= {weight.dtype, bias.dtype, found.weights.dtype}
+        return found
 
     def spy_norm(x, scale, eps, dtype):
         seen["norm"].add(scale.dtype)
@@ -369,7 +361,7 @@ def float32_parts(monkeypatch) -> dict[str, set]:
         seen["index scores"].add(found.dtype)
         return found
 
-    monkeypatch.setattr(moe.Router, "__call__", spy_router)
+    monkeypatch.setattr(moe, "choose_experts", spy_router)
     monkeypatch.setattr(layers, "rms_normalize", spy_norm)
     monkeypatch.setattr(attention, "rotate", spy_rotate)
     monkeypatch.setattr(attention, "block_scores", spy_scores)
@@ -386,12 +378,12 @@ def test_router_norms_rotation_and_indexer_stay_in_float32(monkeypatch):
 
 def test_a_router_in_bf16_would_be_noticed(monkeypatch):
     def rounded(self, x):
-        scores = jax.nn.sigmoid(formats.linear(x, self.weight.get_value().astype(x.dtype)).astype(jnp.float32))
-        weights, experts = jax.lax.top_k(scores, self.top_k)
-        return experts, weights
+        weight = self.weight.get_value().astype(x.dtype)
+        return moe.choose_experts(x, weight, self.bias.get_value(), top_k=self.top_k)
 
     monkeypatch.setattr(moe.Router, "__call__", rounded)
-    assert jnp.dtype(jnp.bfloat16) in float32_parts(monkeypatch)["router"]
+    with pytest.raises(TypeError, match="weight must be float32, got bfloat16"):
+        float32_parts(monkeypatch)
 
 
 # The interface -------------------------------------------------------------------------------------------------------

@@ -106,7 +106,7 @@ MOST_STAGES = 8
 PRODUCTS, CACHE_BYTES, MAKING = 2048, 33, 1.8
 # Of a weight read once: bytes that a multiprocessor gets out of memory in a clock, and that all of them get.
 OWN_BYTES, MEMORY_BYTES = 26, 2420
-# Clocks for a part of a tile of 64 rows, or less, to global memory, its signal, and back, and those more where a tile is
+# Clocks for a part of a tile of up to 64 rows to global memory, its signal, and back, and those more where a tile is
 # longer than a share, so that parts are not done long before they are wanted. EXCHANGE = infinity: no tile is shared.
 EXCHANGE, LATE = 4000, 2000
 ANY = 2**31

@@ -68,7 +68,9 @@ def test_tiles_with_few_rows_are_cut(shapes: tuple) -> None:
 def test_a_full_tile_that_is_cut_is_seen(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
     def route(*args, **options):
         right = routing.route(*args, **options)
-        return right._replace(counts=jnp.roll(right.counts, 1) if wrong == "counts of the neighbour" else right.counts * 0)
+        return right._replace(
+            counts=jnp.roll(right.counts, 1) if wrong == "counts of the neighbour" else right.counts * 0
+        )
 
     case = random_case(4, np.repeat([0, 1], [13, 3]).reshape(4, 4).T.astype(np.int32), kind="mxfp8", **SIZES)
     assert_close(interpreted(case, tokens=16, few=8, races=False), oracle(case), BFLOAT16)
