@@ -382,7 +382,7 @@ def test_a_router_in_bf16_would_be_noticed(monkeypatch):
         return moe.choose_experts(x, weight, self.bias.get_value(), top_k=self.top_k)
 
     monkeypatch.setattr(moe.Router, "__call__", rounded)
-    with pytest.raises(TypeError, match="weight must be float32, got bfloat16"):
+    with pytest.raises(TypeError, match="weight"):
         float32_parts(monkeypatch)
 
 
