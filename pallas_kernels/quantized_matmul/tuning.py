@@ -99,16 +99,17 @@ class Entry:
 
 MOST_STAGES = 8
 # Of one multiprocessor: products and bytes out of the cache in a clock, and clocks for which a warpgroup that makes its
-# weights holds up the products of one input. That tells times on an H200 apart: 512 rows, microseconds with tiles of
+# weights holds up the products of one input, and does in a straight line of steps. That tells times on an H200 apart: 512 rows, microseconds with tiles of
 # (64 features x warpgroups) x rows: [8192, 6144] 4 x 128 78.4, 2 x 256 68.9, 2 x 128 88.6; [6144, 8192] 4 x 128 97.6,
 # 3 x 128 80.9, 2 x 256 88.3. Weights of one x in a launch, [9856, 6144]: 8 rows 1 x 8 25.4, 2 x 8 21.3; 512 rows
 # 2 x 176 104, 2 x 104 116, 2 x 128 131, 2 x 256 139.
-PRODUCTS, CACHE_BYTES, MAKING = 2048, 33, 1.8
+PRODUCTS, CACHE_BYTES, MAKING, MAKING_STRAIGHT = 2048, 33, 1.8, 1.4
 # Of a weight read once: bytes that a multiprocessor gets out of memory in a clock, and that all of them get.
 OWN_BYTES, MEMORY_BYTES = 26, 2420
-# Clocks for a part of a tile of up to 64 rows to global memory, its signal, and back, and those more where a tile is
-# longer than a share, so that parts are not done long before they are wanted. EXCHANGE = infinity: no tile is shared.
-EXCHANGE, LATE = 4000, 2000
+# Clocks for a part of a tile to global memory, its signal, and back; for every column beyond 64; and those more where a
+# tile is longer than a share, so that parts are not done long before they are wanted. EXCHANGE = infinity: no tile is
+# shared.
+EXCHANGE, EXCHANGED_COLUMN, LATE = 4000, 80, 2000
 ANY = 2**31
 
 _T = _quantized_triton.Tiling
@@ -162,9 +163,13 @@ TABLE: dict[FormatName, tuple[Entry, ...]] = {
             triton=_T(features=64, tokens=64, step=128),
         ),
         Entry(
-            rows=ANY, order=("mosaic", "triton"), mosaic=(*_MANY_STRAIGHT, _TALL, *_MANY_EVEN),
+            rows=512, order=("mosaic", "triton"), mosaic=(*_MANY_STRAIGHT, _TALL, *_MANY_EVEN),
             swiglu=(*_MANY_STRAIGHT_PAIRS, _TALL_PAIRS, *_MANY_EVEN_PAIRS),
             triton=_T(features=128, tokens=128, step=64, warps=8, stages=3),
+        ),
+        Entry(
+            rows=ANY, order=("mosaic", "triton"), mosaic=(*_MANY_STRAIGHT, _TALL),
+            swiglu=(*_MANY_STRAIGHT_PAIRS, _TALL_PAIRS), triton=_T(features=128, tokens=128, step=64, warps=8, stages=3),
         ),
     ),
     "nvfp4": (
@@ -250,12 +255,12 @@ def _estimate(
     columns: int,
 ) -> tuple[float, float]:
     """Clocks that a launch takes, and that its longest block would without the others."""
-    features = 64 * tiling.warpgroups
+    features, making = 64 * tiling.warpgroups, MAKING if tiling.straight == 1 else MAKING_STRAIGHT
     blocks = -(-rows // tiling.tokens)
     tiles = outputs // features * blocks
     weights = features * (1 / form.per_byte + 1 / form.block)  # bytes for each input
     clocks = inputs * max(
-        features * tiling.tokens / PRODUCTS + MAKING * tiling.warpgroups,
+        features * tiling.tokens / PRODUCTS + making * tiling.warpgroups,
         (features / form.per_byte + 2 * tiling.tokens) / CACHE_BYTES,
         weights / OWN_BYTES,
     )
@@ -269,7 +274,7 @@ def _estimate(
     units = tiles * inputs // tiling.unit
     share = -(-units // min(multiprocessors, units)) * tiling.unit
     longest = clocks * share / inputs
-    exchange = EXCHANGE * max(1, columns / 64) + (LATE if share < inputs else 0)
+    exchange = EXCHANGE + EXCHANGED_COLUMN * max(0, columns - 64) + (LATE if share < inputs else 0)
     return max(longest, tiles * of_memory) + exchange, longest
 
 

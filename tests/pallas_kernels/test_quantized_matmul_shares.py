@@ -251,6 +251,7 @@ MEASURED = [
     (12288, 6144, 256, True, False), (6144, 12288, 256, False, True), (ATTENTION, 6144, 256, False, True),
     (6144, 8192, 256, False, True), (3072, 6144, 256, True, False), (6144, 3072, 256, False, False),
     (12288, 6144, 512, True, False), (ATTENTION, 6144, 512, False, True), (8192, 6144, 512, False, False),
+    (6144, 8192, 512, False, False), (6144, 12288, 512, False, False),
     (3072, 6144, 512, True, False), (6144, 3072, 512, False, False), (CONTEXT, 6144, 512, False, False),
 ]  # fmt: skip
 
@@ -268,6 +269,7 @@ def test_tiles_are_shared_where_that_was_faster(
 def test_tiles_that_fill_the_multiprocessors_stay_whole() -> None:
     assert tuning.choose_mosaic(MXFP8, 8, 8192, 6144).unit is None  # 128 tiles
     assert tuning.choose_mosaic(MXFP8, 64, 64 * 132, 6144).unit is None
+    assert tuning.choose_mosaic(MXFP8, 513, 9856, 6144).unit is None  # not timed
 
 
 @pytest.mark.parametrize("form", FORMATS.values(), ids=lambda f: f.name)
