@@ -15,7 +15,11 @@ from pallas_kernels._triton import LOG2_E, power_of_two, require_triton
 
 LARGEST_HEAD = 256
 MOST_ROWS = 128
-PREFERRED_ROWS = 64  # one matrix unit's rows: two programs fit on a multiprocessor, and one computes while one waits
+# One matrix unit's rows: two programs fit on a multiprocessor, and one computes while one waits. Twice as many load half
+# as often where neighbours select mostly the same blocks. On an H200, 8 queries that select 16 of so many blocks at random,
+# microseconds with 64 and 128 rows: 32 blocks, batch 64 244 and 178, batch 8 37.9 and 36.0; 256 blocks, batch 8 70.1 and
+# 77.4.
+PREFERRED_ROWS = 64
 MOST_QUERIES = 16  # of one program
 MOST_SPLITS = 16
 MOST_BLOCKS = 2**23  # of the pool and of a row: a block's number, its place and a bit for each query are one word
@@ -42,19 +46,30 @@ class Tuning:
 
 
 def choose_tuning(
-    *, rows: int, queries: int, group: int, head_dim: int, block_size: int, top_k: int, multiprocessors: int
+    *,
+    rows: int,
+    queries: int,
+    group: int,
+    head_dim: int,
+    block_size: int,
+    top_k: int,
+    blocks: int,
+    multiprocessors: int,
 ) -> Tuning:
-    """The tuning for `rows` independent rows x KV heads."""
+    """The tuning for `rows` independent rows x KV heads, each with so many blocks to select from."""
     padded = power_of_two(head_dim)
-    together = min(power_of_two(queries, 1), max(1, PREFERRED_ROWS // power_of_two(group, 1)), MOST_QUERIES)
+    all_of_them, few = power_of_two(queries, 1), max(1, PREFERRED_ROWS // power_of_two(group, 1))
+    alike = blocks <= 4 * top_k and all_of_them <= 2 * few and padded <= 128 and 8 * rows >= multiprocessors
+    together = min(all_of_them, 2 * few if alike else few, MOST_QUERIES)
     tile = min(64 if padded <= 128 else 32, power_of_two(block_size))
     tiles = min(queries, together) * top_k * -(-block_size // tile)
     programs = rows * -(-queries // together)
-    # Two programs fit on a multiprocessor; a split that reads less than two tiles is not worth its merge, nor are more
-    # than 16: on an H200, microseconds for one row at 4,096 tokens, 8 splits 15.8, 16 13.2, 32 14.0.
-    splits = max(1, min(2 * multiprocessors // programs, -(-tiles // 2), MOST_SPLITS))
     wide = together * group > 64
-    return Tuning(queries=together, splits=splits, tile=tile, stages=3 if padded <= 128 else 2, warps=8 if wide else 4)
+    # A split that reads less than two tiles is not worth its merge, nor are more than 16: on an H200, microseconds for
+    # one row at 4,096 tokens, 8 splits 15.8, 16 13.2, 32 14.0.
+    splits = max(1, min((1 if wide else 2) * multiprocessors // programs, -(-tiles // 2), MOST_SPLITS))
+    stages = 2 if padded > 128 else 4 if wide else 3
+    return Tuning(queries=together, splits=splits, tile=tile, stages=stages, warps=8 if wide else 4)
 
 
 def build(q: Any, k_pages: Any, page_table: Any, block_ids: Any, *, block_size: int, scale: float) -> _dispatch.Kernel:
@@ -101,16 +116,18 @@ def attend(
     group, top_k = hq // hkv, block_ids.shape[3]
     t = tuning or choose_tuning(
         rows=b * hkv, queries=k, group=group, head_dim=d, block_size=block_size, top_k=top_k,
-        multiprocessors=multiprocessors,
+        blocks=page_table.shape[1] * page // block_size, multiprocessors=multiprocessors,
     )  # fmt: skip
     shape = dict(QUERIES=k, HEADS=hq, KV_HEADS=hkv, DIM=d, SPLITS=t.splits, DIM_PADDED=power_of_two(d))
     out_shape = (jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(q.shape[:3], jnp.float32))
     part = (b, hkv, t.splits, k * group)
     part_shape = (jax.ShapeDtypeStruct((*part, d), jnp.float32), jax.ShapeDtypeStruct(part, jnp.float32))
-    results = jax_triton.triton_call(
+    grid, places = (t.splits, b * hkv, -(-k // t.queries)), t.queries * power_of_two(top_k, 1)
+    lists = jax.ShapeDtypeStruct((*grid, 2 * places), jnp.int32)  # of words of 64 bits
+    *results, _ = jax_triton.triton_call(
         q, k_pages, v_pages, page_table, block_ids, q_start,
-        kernel=triton_kernel.attend, out_shape=out_shape if t.splits == 1 else part_shape,
-        grid=(t.splits, b * hkv, -(-k // t.queries)), name="block_sparse_decode_triton", num_warps=t.warps,
+        kernel=triton_kernel.attend, out_shape=(*(out_shape if t.splits == 1 else part_shape), lists),
+        grid=grid, name="block_sparse_decode_triton", num_warps=t.warps,
         num_stages=t.stages, PAGE=page, ENTRIES=page_table.shape[1], BLOCK=block_size, TOP_K=top_k,
         TOP_K_PADDED=power_of_two(top_k, 1), TOGETHER=t.queries, ROWS=power_of_two(t.queries * group), TILE=t.tile,
         SCALE_LOG2=scale * LOG2_E, STAGES=t.stages, **shape,

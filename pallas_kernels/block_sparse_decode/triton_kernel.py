@@ -55,6 +55,7 @@ def union(
 def attend(
     q_ptr, k_pages_ptr, v_pages_ptr, table_ptr, ids_ptr, q_start_ptr,  # inputs
     out_ptr, lse_ptr,  # outputs: the result, or with SPLITS > 1 the parts [B, Hkv, SPLITS, rows, D]
+    list_ptr,  # for each program room for TOGETHER * TOP_K_PADDED words of 64 bits
     QUERIES: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     ENTRIES: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr, TOP_K_PADDED: tl.constexpr,
     TOGETHER: tl.constexpr, SCALE_LOG2: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
@@ -88,9 +89,15 @@ def attend(
         begin = ((blocks >> 16) & 0xFFFFFF).to(tl.int32) * BLOCK
         page_id = tl.load(table_ptr + row * ENTRIES + begin // PAGE % ENTRIES, mask=number >= 0, other=0)
         blocks = blocks | ((page_id * (PAGE // BLOCK) + begin % PAGE // BLOCK).to(tl.int64) << 40)
+    # Picked out of registers a block would take all warps a turn through shared memory, in every step.
+    places: tl.constexpr = TOGETHER * TOP_K_PADDED
+    program = (tl.program_id(2) * tl.num_programs(1) + head_of_row) * SPLITS + split
+    list_ptr = list_ptr.to(tl.pointer_type(tl.int64)) + program.to(tl.int64) * places
+    tl.store(list_ptr + number, blocks, mask=number >= 0)
+    tl.debug_barrier()
     tiles = count * tiles_per_block
     for tile in tl.range(tiles * split // SPLITS, tiles * (split + 1) // SPLITS, num_stages=STAGES):
-        chosen = tl.sum(tl.where(number == tile // tiles_per_block, blocks, 0), 0)
+        chosen = tl.load(list_ptr + tile // tiles_per_block)
         offset = tile % tiles_per_block * TILE + tl.arange(0, TILE)
         first = ((chosen >> 16) & 0xFFFFFF).to(tl.int32) * BLOCK
         if PAGE % BLOCK == 0 and BLOCK % TILE == 0:

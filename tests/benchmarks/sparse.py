@@ -123,7 +123,7 @@ def attention_lines(batch: int, context: int, compiler: Compiler, tune: bool) ->
         if not programs and tune:
             chosen = attention_triton.choose_tuning(
                 rows=batch * KV_HEADS, queries=QUERIES, group=16, head_dim=DIM, block_size=BLOCK, top_k=TOP_K,
-                multiprocessors=132,
+                blocks=context // BLOCK, multiprocessors=132,
             )  # fmt: skip
             for tuning in attention_variants(chosen, batch):
                 run = functools.partial(

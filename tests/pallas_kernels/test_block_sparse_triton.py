@@ -5,9 +5,24 @@ import os
 import pytest
 from test_attention_triton import BF16, F32, I32, compile_for
 
+from pallas_kernels.block_sparse_decode.triton import choose_tuning
+
 compiles = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="Triton compiles nothing with TRITON_INTERPRET=1"
 )
+
+
+# Batch, context -> queries of a program, splits: what was fastest on an H200 with the heads and blocks of the model.
+@pytest.mark.parametrize(
+    "batch, context, queries, splits", [(1, 4096, 4, 16), (8, 4096, 8, 4), (64, 4096, 8, 1), (8, 32768, 4, 4)]
+)
+def test_queries_of_a_program(batch: int, context: int, queries: int, splits: int) -> None:
+    tuning = choose_tuning(
+        rows=4 * batch, queries=8, group=16, head_dim=128, block_size=128, top_k=16, blocks=context // 128,
+        multiprocessors=132,
+    )  # fmt: skip
+    assert (tuning.queries, tuning.splits) == (queries, splits)
+    assert (tuning.warps, tuning.stages) == ((8, 4) if queries == 8 else (4, 3))
 
 
 @compiles
@@ -26,7 +41,7 @@ def test_attend_compiles(together: int, page: int, capability: int) -> None:
             TOP_K_PADDED=16, TOGETHER=together, SCALE_LOG2=0.1, SPLITS=splits, ROWS=16 * together, TILE=64,
             DIM_PADDED=128, STAGES=3,
         )  # fmt: skip
-        outputs = dict(out_ptr=BF16 if splits == 1 else F32, lse_ptr=F32)
+        outputs = dict(out_ptr=BF16 if splits == 1 else F32, lse_ptr=F32, list_ptr=I32)
         warps = 8 if together == 8 else 4
         assert compile_for(triton_kernel.attend, capability, inputs | outputs, constants, warps=warps)
 
