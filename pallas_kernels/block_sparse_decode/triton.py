@@ -15,9 +15,10 @@ from pallas_kernels._triton import LOG2_E, power_of_two, require_triton
 
 LARGEST_HEAD = 256
 MOST_ROWS = 128
-# One matrix unit's rows: two programs fit on a multiprocessor, and one computes while one waits. Twice as many load half
-# as often where neighbours select mostly the same blocks. On an H200, microseconds with 64 and 128 rows of 8 queries
-# that select 16 blocks at random: of 32, batch 64 244 and 178, batch 8 37.9 and 36.0; of 256, batch 8 70.1 and 77.4.
+# One matrix unit's rows: two programs fit on a multiprocessor, and one computes while one waits. Twice as many load
+# half as often where neighbours select mostly the same blocks. On an H200, microseconds with 64 and 128 rows of 8
+# queries that select 16 blocks at random: of 32, batch 64 244 and 178, batch 8 37.9 and 36.0; of 256, batch 8 70.1 and
+# 77.4.
 PREFERRED_ROWS = 64
 MOST_QUERIES = 16  # of one program
 MOST_SPLITS = 16
