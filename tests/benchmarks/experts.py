@@ -1,16 +1,18 @@
 """Times `grouped_experts` at the released size on one GPU: every format, kernel by kernel, beside the XLA form.
 
-    python tests/benchmarks/experts.py [--json FILE] [--formats mxfp8 nvfp4 bf16] [--rows 8 64 512] [--no-xla]
+    python tests/benchmarks/experts.py [--json FILE] [--formats mxfp8 nvfp4 bf16] [--rows 8 64 512] [--skew 0 1]
 
 128 experts of 6144 x 3072, 4 a row, random weights made on the device, two layers in turn (bf16: one), so that nothing
 of a layer is in the L2 cache when its turn comes. Times are CUPTI kernel durations, median of many calls, in
 microseconds: the two kernels, and everything else of a call (routing lists, gather, sum over choices). Bytes are those
 of the weights and scales of the experts that were chosen; shares are of the fastest stream measured in the same
-process. Every result is first compared with the XLA form's.
+process. Every result is first compared with the XLA form's. A row chooses the experts of the largest normal scores, to
+which `--skew` times a normal popularity of each expert is added: 0 is even, as training for balance wants it.
 """
 
 import argparse
 import functools
+import itertools
 import json
 import math
 import sys
@@ -77,10 +79,11 @@ def make_layer(name: str, seed: int) -> tuple[Any, Any, Any]:
     return tuple(make_stack(name, key, *size) for key, size in zip(keys, sizes, strict=True))  # pyright: ignore
 
 
-def make_rows(rows: int, seed: int) -> tuple[jax.Array, jax.Array, jax.Array, int]:
+def make_rows(rows: int, seed: int, skew: float = 0.0) -> tuple[jax.Array, jax.Array, jax.Array, int]:
     """x, experts, weights, and how many experts are chosen."""
     rng = np.random.default_rng(seed)
-    experts = np.argsort(rng.normal(size=(rows, EXPERTS)), axis=1)[:, :CHOICES].astype(np.int32)
+    scores = rng.normal(size=(rows, EXPERTS)) + skew * rng.normal(size=EXPERTS)
+    experts = np.argsort(-scores, axis=1)[:, :CHOICES].astype(np.int32)
     x = jnp.asarray(rng.normal(size=(rows, HIDDEN)), jnp.bfloat16)
     weights = jnp.asarray(rng.dirichlet(np.ones(CHOICES), rows), jnp.float32)
     return x, jnp.asarray(experts), weights, len(np.unique(experts))
@@ -101,13 +104,14 @@ def split_times(clock: Clock, launches: list[Callable[[], Any]]) -> tuple[float,
 
 
 def run_case(
-    name: str, rows: int, layers: list[Any], clock: Clock, bandwidth: float, args: argparse.Namespace
+    name: str, rows: int, skew: float, layers: list[Any], clock: Clock, bandwidth: float, args: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    inputs = [make_rows(rows, seed) for seed in range(len(layers))]
+    inputs = [make_rows(rows, seed, skew) for seed in range(len(layers))]
     active = float(np.mean([i[3] for i in inputs]))
     size = 3 * HIDDEN * INNER * BYTES[name] * active
     print(
-        f"{name}, {rows} rows, {active:.0f} experts active: {size / 1e9:.2f} GB, floor {size / bandwidth / 1e6:.0f} us"
+        f"{name}, {rows} rows, skew {skew:g}, {active:.0f} experts active: {size / 1e9:.2f} GB, "
+        f"floor {size / bandwidth / 1e6:.0f} us"
     )
     compiler = Compiler()
     arguments = [(*i[:3], *layer) for i, layer in zip(inputs, layers, strict=True)]
@@ -134,7 +138,7 @@ def run_case(
             if implementation == "xla":  # a loop of many kernels
                 total = clock.microseconds(launches[0])[1]
                 print(f"  xla     {total:8.0f} us", flush=True)
-                table.append(dict(format=name, rows=rows, implementation="xla", us=total))
+                table.append(dict(format=name, rows=rows, skew=skew, implementation="xla", us=total))
                 continue
             runs = [split_times(clock, launches) for _ in range(2)]
         except Exception as problem:
@@ -152,7 +156,7 @@ def run_case(
         rest, outer, last = np.mean(runs, axis=0)
         table.append(
             dict(
-                format=name, rows=rows, implementation=implementation, active=active, bytes=size, rest=rest,
+                format=name, rows=rows, skew=skew, implementation=implementation, active=active, bytes=size, rest=rest,
                 gate_up=outer, down=last, error=error, bandwidth=bandwidth,
             )
         )  # fmt: skip
@@ -164,6 +168,7 @@ def main() -> None:
     parser.add_argument("--json", help="where to write all figures")
     parser.add_argument("--formats", nargs="+", default=["nvfp4", "mxfp8", "bf16"], choices=list(BYTES))
     parser.add_argument("--rows", nargs="+", type=int, default=[8, 64, 512])
+    parser.add_argument("--skew", nargs="+", type=float, default=[0.0], help="weights of the experts' popularity")
     parser.add_argument("--implementations", nargs="+", default=["mosaic", "triton"])
     parser.add_argument("--no-xla", action="store_true", help="do not time the XLA form, only compare with it")
     parser.add_argument("--time-limit", type=float, default=math.inf, help="seconds after which no case is begun")
@@ -176,11 +181,11 @@ def main() -> None:
     table = []
     for name in args.formats:
         layers = [make_layer(name, seed) for seed in range(1 if name == "bf16" else 2)]
-        for rows in args.rows:
+        for rows, skew in itertools.product(args.rows, args.skew):
             if time.perf_counter() - begin > args.time_limit:
                 print(f"stopped by the time limit of {args.time_limit:.0f} s")
                 return
-            table += run_case(name, rows, layers, clock, bandwidth, args)
+            table += run_case(name, rows, skew, layers, clock, bandwidth, args)
             if args.json:
                 with open(args.json, "w") as file:
                     json.dump(table, file)
