@@ -67,6 +67,8 @@ class Tiling:
             raise ValueError(f"straight must be at least 1 step, got {self.straight}.")
         if self.few is not None and (self.few % 8 or not 8 <= self.few < self.tokens):
             raise ValueError(f"few must be a multiple of 8 below tokens {self.tokens}, got {self.few}.")
+        if self.few is not None and self.unit is not None:
+            raise ValueError(f"few is for tiles of experts and unit for those without, got {self.few} and {self.unit}.")
         if self.unit is not None and (self.unit < 1 or self.unit % (self.step * self.split)):
             raise ValueError(
                 f"unit must be a multiple of step {self.step} times split {self.split}, got {self.unit}: each "

@@ -99,10 +99,10 @@ class Entry:
 
 MOST_STAGES = 8
 # Of one multiprocessor: products and bytes out of the cache in a clock, and clocks for which a warpgroup that makes its
-# weights holds up the products of one input, and does so in a straight line of steps. That tells times on an H200
-# apart: 512 rows, microseconds with tiles of (64 features x warpgroups) x rows: [8192, 6144] 4 x 128 78.4, 2 x 256
-# 68.9, 2 x 128 88.6; [6144, 8192] 4 x 128 97.6, 3 x 128 80.9, 2 x 256 88.3. Weights of one x in a launch, [9856, 6144]:
-# 8 rows 1 x 8 25.4, 2 x 8 21.3; 512 rows 2 x 176 104, 2 x 104 116, 2 x 128 131, 2 x 256 139.
+# weights holds up the products of one input, step by step and with steps in a straight line. That tells times on an
+# H200 apart: 512 rows, microseconds with tiles of (64 features x warpgroups) x rows: [8192, 6144] 4 x 128 78.4,
+# 2 x 256 68.9, 2 x 128 88.6; [6144, 8192] 4 x 128 97.6, 3 x 128 80.9, 2 x 256 88.3. Weights of one x in a launch,
+# [9856, 6144]: 8 rows 1 x 8 25.4, 2 x 8 21.3; 512 rows 2 x 176 104, 2 x 104 116, 2 x 128 131, 2 x 256 139.
 PRODUCTS, CACHE_BYTES, MAKING, MAKING_STRAIGHT = 2048, 33, 1.8, 1.4
 # Of a weight read once: bytes that a multiprocessor gets out of memory in a clock, and that all of them get.
 OWN_BYTES, MEMORY_BYTES = 26, 2420

@@ -79,6 +79,22 @@ def test_a_full_tile_that_is_cut_is_seen(monkeypatch: pytest.MonkeyPatch, wrong:
         assert_close(interpreted(case, tokens=16, few=8, races=False), oracle(case), BFLOAT16)
 
 
+def test_few_rows_one_more_and_what_nobody_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
+    """8 rows are few and 9 not, in tiles of 16; a row that no pair has written is NaN. The mutant takes 9 for 8."""
+    chosen = np.repeat([0, 1, 3], [8, 9, 25])[:, None].astype(np.int32)
+    case = random_case(5, chosen, kind="mxfp8", **SIZES | dict(experts=4))
+    monkeypatch.setattr(mosaic_sm90.lax, "empty", lambda shape, dtype: jnp.full(shape, -1, jnp.int32).view(dtype))
+    assert_close(interpreted(case, tokens=16, few=8, shapes=CHOSEN), oracle(case), BFLOAT16)
+
+    def one_less(*args, **options):
+        right = routing.route(*args, **options)
+        return right._replace(counts=right.counts - 1)
+
+    monkeypatch.setattr(mosaic_sm90, "route", one_less)
+    with pytest.raises(AssertionError):
+        assert_close(interpreted(case, tokens=16, few=8, shapes=CHOSEN, races=False), oracle(case), BFLOAT16)
+
+
 def _swiglu_symmetric(monkeypatch: pytest.MonkeyPatch, case: Case) -> Case:
     right = mosaic_sm90.Swiglu.__call__
     wrong = lambda self, gate, up: right(self, jnp.maximum(gate, -self.limit), up)  # noqa: E731

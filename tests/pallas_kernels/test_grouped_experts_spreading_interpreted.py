@@ -58,15 +58,21 @@ def case(rows: int, choices: int, num_experts: int, hidden: int, spread: str) ->
 @pytest.mark.parametrize(
     "rows, choices, num_experts, hidden, form, tile",
     [(8, 4, 128, 256, NVFP4, 8), (64, 4, 128, 128, NVFP4, 8), (1, 4, 128, 2560, MXFP8, 8), (13, 3, 6, 64, MXFP8, 24),
-     (128, 4, 128, 128, NVFP4, 16), (5, 1, 1, 192, MXFP8, 3), (9, 2, 200, 384, NVFP4, 32)],
+     (128, 4, 128, 128, NVFP4, 16), (5, 1, 1, 192, MXFP8, 3), (9, 2, 200, 384, NVFP4, 32),
+     (60, 3, 2, 64, MXFP8, 40), (100, 2, 2, 128, NVFP4, 96)],
 )  # fmt: skip
 def test_lists_and_rows_equal_the_loop(rows, choices, num_experts, hidden, form, tile, spread) -> None:
     given = case(rows, choices, num_experts, hidden, spread)
     check(run(*given, form, num_experts, tile), *given, form, num_experts, tile)
 
 
+def replaced(found: tuple, at: int) -> tuple:
+    """With the values of the neighbour at one place."""
+    return *found[:at], jnp.roll(found[at], 1, axis=0), *found[at + 1 :]
+
+
 @requires_interpreter
-@pytest.mark.parametrize("wrong", ["padding", "tile", "order", "last pair"])
+@pytest.mark.parametrize("wrong", ["padding", "tile", "order", "last pair", "counts"])
 def test_the_comparison_sees_wrong_lists(wrong: str) -> None:
     x, experts, positions = given = case(13, 3, 6, 128, "two experts")
     right: tuple = (NVFP4, 6, 8)
@@ -75,6 +81,7 @@ def test_the_comparison_sees_wrong_lists(wrong: str) -> None:
         "padding": lambda: run(x, experts, positions * 0, *right),
         "tile": lambda: run(*given, NVFP4, 6, 16),
         "order": lambda: run(*given, MXFP8, 6, 8),
+        "counts": lambda: replaced(run(*given, *right), 2),
         "last pair": lambda: run(x, np.where(np.arange(39).reshape(13, 3) == 36, 6, experts), positions, *right),
     }[wrong]()
     with pytest.raises(AssertionError):

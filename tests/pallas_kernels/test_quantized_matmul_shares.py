@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from quantized_matmul_cases import assert_mlp, assert_product, random_weight, random_x
 
 from pallas_kernels import _mosaic, _quantized_mosaic
@@ -287,9 +288,26 @@ def test_launches_of_the_model_lower_to_cuda(sizes: tuple, inputs: int, rows: in
     assert len(re.findall("stablehlo.output_operand_alias<", text)) == 1
 
 
+@pytest.mark.parametrize("rows", [8, 300])
+def test_shard_map_without_its_checks(rows: int) -> None:
+    """With them, the mutant, JAX does not take a kernel that writes into its operands."""
+    mesh = AbstractMesh((4,), ("x",), axis_types=(AxisType.Auto,))
+    own, everywhere = PartitionSpec("x"), PartitionSpec()
+    candidate = next(c for c in tuning.find(MXFP8, rows).mosaic if c.unit)
+    static = dict(forms=(MXFP8,), tiling=candidate.tiling(rows, MXFP8, 8192))
+    kernel = functools.partial(mosaic_sm90.quantized_matmuls_mosaic, **static)
+    arrays = jax.ShapeDtypeStruct((4 * rows, 8192), jnp.bfloat16), *abstract(MXFP8, 6144, 8192)
+    split = functools.partial(jax.shard_map, mesh=mesh, in_specs=(own, *[everywhere] * 3), out_specs=own)
+    assert jax.eval_shape(split(kernel, check_vma=False), *arrays).shape == (4 * rows, 6144)
+    with pytest.raises(ValueError, match="manual_axis_type"):
+        jax.eval_shape(split(kernel), *arrays)
+
+
 def test_units_are_validated() -> None:
     with pytest.raises(ValueError, match="multiple of step 128 times split 2, got 384"):
         dataclasses.replace(FEW, unit=384)
+    with pytest.raises(ValueError, match="few is for tiles of experts and unit for those without, got 8 and 512"):
+        dataclasses.replace(FEW, tokens=16, few=8)
     with pytest.raises(NotImplementedError, match="in units of 512, cannot cut 6400 inputs of mxfp8"):
         scale_steps(MXFP8, FEW, 6400)
     assert scale_steps(MXFP8, FEW, 6144) == 4 and scale_steps(NVFP4, FEW, 6144) == 4
