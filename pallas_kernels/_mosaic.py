@@ -127,9 +127,11 @@ def kernel_into(
             for ref, value in zip(results, made, strict=True):
                 ref[...] = value
 
+        # Unlike references of their own, these do not hinder custom derivatives around the call.
+        empty = [lax.empty(each.shape, each.dtype) for each in out_type]
         launch: Any = pl.kernel(
             scoped,
-            out_type=out_type,
+            out_type=[jax.typeof(each) for each in empty],  # which says that none varies, where `shard_map` asks
             mesh=plgpu.Mesh(
                 grid=tuple(grid.values()), grid_names=tuple(grid), num_threads=warpgroups, thread_name="warpgroup"
             ),
@@ -140,11 +142,14 @@ def kernel_into(
             interpret=interpret,
             name=name,
         )
-        # Unlike references of their own, these do not hinder custom derivatives around the call.
-        empty = [lax.empty(each.shape, each.dtype) for each in out_type]
         return pl.run_state(write)((empty, list(arrays)))
 
     return run
+
+
+def writable(*operands: jax.Array) -> bool:
+    """Whether `kernel_into` may take them: JAX refuses it what varies over a mesh axis that `shard_map` checks."""
+    return not any(jax.typeof(operand).manual_axis_type.varying for operand in operands)
 
 
 def full(shape: tuple[int, ...], value: float) -> jax.Array:

@@ -57,14 +57,16 @@ def _require(x: Any, weights: Sequence[Operands]) -> int:
     return multiprocessors
 
 
-def _mlp_tilings(rows: int, gate: Operands, down: Operands, multiprocessors: int) -> tuple[Tiling, Tiling]:
-    first = choose_mosaic(gate.format, rows, gate.out_size, gate.in_size, multiprocessors, swiglu=True)
+def _mlp_tilings(
+    rows: int, gate: Operands, down: Operands, multiprocessors: int, shared: bool = True
+) -> tuple[Tiling, Tiling]:
+    first = choose_mosaic(gate.format, rows, gate.out_size, gate.in_size, multiprocessors, swiglu=True, shared=shared)
     if gate.out_size % (gpu.ROWS * down.format.per_byte):
         raise NotImplementedError(
             f"the Mosaic kernel takes an inner activation in slabs of {gpu.ROWS * down.format.per_byte}, "
             f"got {gate.out_size}."
         )
-    return first, choose_mosaic(down.format, rows, down.out_size, down.in_size, multiprocessors)
+    return first, choose_mosaic(down.format, rows, down.out_size, down.in_size, multiprocessors, shared=shared)
 
 
 def quantized_matmul_mosaic(x: jax.Array, *parts: jax.Array, form: Format, **static: Any) -> jax.Array:
@@ -83,7 +85,8 @@ def quantized_matmuls_mosaic(
     """x bfloat16 [rows, in] and codes, scale and global scale of each weight -> bfloat16 [rows, sum of out]."""
     weights, rows = _operands(forms, parts), x.shape[0]
     sizes = tuple(weight.out_size for weight in weights)
-    tiling = tiling or choose_mosaic(forms[0], rows, sizes, weights[0].in_size, multiprocessors)
+    shared = gpu.writable(x, *parts)
+    tiling = tiling or choose_mosaic(forms[0], rows, sizes, weights[0].in_size, multiprocessors, shared=shared)
     run = functools.partial(multiply, multiprocessors=multiprocessors, interpret=interpret)
     ordered = _in_order(forms[0], x, tiling, multiprocessors)
     return run(ordered, weights, tiling=tiling, rows=_cut(rows, tiling))[:rows]
@@ -100,7 +103,7 @@ def quantized_mlp_mosaic(
 ) -> jax.Array:
     """x bfloat16 [rows, in] and codes, scale and global scale of gate, up and down -> bfloat16 [rows, out]."""
     (gate, up, down), rows = _operands(forms, parts), x.shape[0]
-    first, second = tilings or _mlp_tilings(rows, gate, down, multiprocessors)
+    first, second = tilings or _mlp_tilings(rows, gate, down, multiprocessors, gpu.writable(x, *parts))
     run = functools.partial(multiply, multiprocessors=multiprocessors, interpret=interpret)
     # Rows that pad a tile are kept, as the next product pads to tiles too; columns come out as it reads them.
     padded, wanted = _padded_rows(rows, first), _padded_rows(rows, second)

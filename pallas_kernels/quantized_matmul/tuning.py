@@ -220,16 +220,20 @@ def choose_mosaic(
     multiprocessors: int = 132,
     *,
     swiglu: bool = False,
+    shared: bool = True,
 ) -> _quantized_mosaic.Tiling:
     """The tiling, or NotImplementedError with the reason why the kernel cannot serve this weight.
 
-    `out` is a tuple for weights that share a launch; with `swiglu` it is that of gate and of up.
+    `out` is a tuple for weights that share a launch; with `swiglu` it is that of gate and of up. `shared`: blocks may
+    share tiles.
     """
     if rows < 1:
         raise NotImplementedError("the Mosaic kernel needs at least one row of x.")
     sizes = (out,) if isinstance(out, int) else out
     entry, fitting, reason = find(form, rows), [], None
     for candidate in entry.swiglu if swiglu else entry.mosaic:
+        if candidate.unit and not shared:
+            continue
         try:
             tiling = candidate.tiling(rows, form, inputs, swiglu=swiglu)
             for size in sizes:

@@ -288,19 +288,31 @@ def test_launches_of_the_model_lower_to_cuda(sizes: tuple, inputs: int, rows: in
     assert len(re.findall("stablehlo.output_operand_alias<", text)) == 1
 
 
-@pytest.mark.parametrize("rows", [8, 300])
-def test_shard_map_without_its_checks(rows: int) -> None:
-    """With them, the mutant, JAX does not take a kernel that writes into its operands."""
-    mesh = AbstractMesh((4,), ("x",), axis_types=(AxisType.Auto,))
-    own, everywhere = PartitionSpec("x"), PartitionSpec()
-    candidate = next(c for c in tuning.find(MXFP8, rows).mosaic if c.unit)
-    static = dict(forms=(MXFP8,), tiling=candidate.tiling(rows, MXFP8, 8192))
-    kernel = functools.partial(mosaic_sm90.quantized_matmuls_mosaic, **static)
-    arrays = jax.ShapeDtypeStruct((4 * rows, 8192), jnp.bfloat16), *abstract(MXFP8, 6144, 8192)
-    split = functools.partial(jax.shard_map, mesh=mesh, in_specs=(own, *[everywhere] * 3), out_specs=own)
-    assert jax.eval_shape(split(kernel, check_vma=False), *arrays).shape == (4 * rows, 6144)
-    with pytest.raises(ValueError, match="manual_axis_type"):
-        jax.eval_shape(split(kernel), *arrays)
+@pytest.mark.parametrize("rows", [64, 300])
+@pytest.mark.parametrize("checked, split", [(True, True), (True, False), (False, True)])
+def test_inside_shard_map(checked: bool, split: bool, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its checks take no kernel that writes into what varies (the mutant): tiles are not shared there."""
+    mesh, chosen, choose = AbstractMesh((4,), ("x",), axis_types=(AxisType.Auto,)), [], mosaic_sm90.choose_mosaic
+    monkeypatch.setattr(mosaic_sm90, "choose_mosaic", lambda *a, **b: chosen.append(choose(*a, **b)) or chosen[-1])
+    own, everywhere = PartitionSpec("x" if split else None), PartitionSpec()
+    weight = abstract(MXFP8, 6144, 6144)
+    one = functools.partial(mosaic_sm90.quantized_matmuls_mosaic, forms=(MXFP8,))
+    mlp = functools.partial(mosaic_sm90.quantized_mlp_mosaic, forms=(MXFP8,) * 3, swiglu=SWIGLU)
+
+    def shapes() -> list:
+        mapped = functools.partial(jax.shard_map, mesh=mesh, out_specs=own, check_vma=checked)
+        x = jax.ShapeDtypeStruct((4 * rows if split else rows, 6144), jnp.bfloat16)
+        return [
+            jax.eval_shape(mapped(run, in_specs=(own, *[everywhere] * len(parts))), x, *parts).shape[1]
+            for run, parts in ((one, weight), (mlp, weight * 3))
+        ]
+
+    assert shapes() == [6144] * 2
+    assert any(tiling.unit for tiling in chosen) == (not (checked and split))
+    if checked and split:
+        monkeypatch.setattr(_mosaic, "writable", lambda *_: True)
+        with pytest.raises(ValueError, match="varying manual axis types"):
+            shapes()
 
 
 def test_units_are_validated() -> None:
