@@ -2,6 +2,16 @@
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+
+
+def rounded_float32(x: jax.Array) -> jax.Array:
+    """x in float32, as its own type holds it.
+
+    A conversion alone XLA takes together with the one that made x, on GPUs, and x is never rounded.
+    """
+    info = jnp.finfo(x.dtype)
+    return lax.reduce_precision(x.astype(jnp.float32), exponent_bits=info.nexp, mantissa_bits=info.nmant)
 
 
 def swiglu_oai(gate: jax.Array, up: jax.Array, alpha: float, limit: float) -> jax.Array:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import _arguments, _dispatch, _quantized
-from pallas_kernels._activations import swiglu_oai
+from pallas_kernels._activations import rounded_float32, swiglu_oai
 from pallas_kernels._quantized import Operands, QuantizedWeight
 from pallas_kernels.quantized_matmul.tuning import choose_order
 from pallas_kernels.quantized_matmul.xla import quantized_matmul_xla
@@ -161,7 +161,7 @@ def quantized_mlp(
 
     def separate(name: str | None) -> Any:
         def run(x: jax.Array) -> jax.Array:
-            g, u = (a.astype(jnp.float32) for a in quantized_matmuls(x, [gate, up], implementation=name))
+            g, u = map(rounded_float32, quantized_matmuls(x, [gate, up], implementation=name))
             return quantized_matmul(swiglu_oai(g, u, alpha, limit).astype(x.dtype), down, implementation=name)
 
         return run

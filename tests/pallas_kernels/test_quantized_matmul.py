@@ -13,6 +13,7 @@ from quantized_matmul_cases import (
     NV,
     assert_mlp,
     assert_product,
+    mlp_oracle,
     mutants,
     random_weight,
     random_x,
@@ -185,6 +186,19 @@ def test_mlp(forms: tuple, function) -> None:
     for wrong in (run(x, up, gate, down), run(x, gate, up, down, alpha=1.0), run(x, gate, up, down, limit=70.0)):
         with pytest.raises(AssertionError, match="too far"):
             assert_mlp(wrong, x, gate, up, down)
+
+
+@pytest.mark.parametrize("rounded", ["up, inner", "gate, inner", "gate, up", "inner"])
+def test_a_rounding_that_is_left_out_is_seen(rounded: str) -> None:
+    """XLA may take two conversions together on GPUs: it must be told that a gate in bfloat16 is meant."""
+    gate, up, down = (random_weight("mxfp8", i, *size) for i, size in enumerate([(512, 512), (512, 512), (128, 512)]))
+    x = random_x(3, 64, 512) * jnp.bfloat16(2.0**-5)
+    wrong = jnp.asarray(mlp_oracle(x, gate, up, down, rounded)).astype(jnp.bfloat16)
+    with pytest.raises(AssertionError, match="too far"):
+        assert_mlp(wrong, x, gate, up, down)
+    assert_mlp(mlp_xla(x, gate, up, down, alpha=1.702, limit=7.0), x, gate, up, down)
+    text = jax.jit(functools.partial(mlp_xla, alpha=1.702, limit=7.0)).lower(x, gate, up, down).as_text()
+    assert len(re.findall(r"reduce_precision .*e8m7", text)) == 2
 
 
 def test_the_mlp_is_the_products_and_the_activation() -> None:
