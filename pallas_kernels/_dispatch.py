@@ -76,7 +76,9 @@ def without_derivative(function: str, run: Callable[..., Any]) -> Callable[..., 
     return guarded
 
 
-def opaque(function: str, kernel: Kernel, roles: tuple[str, ...]) -> Kernel:
+def opaque[Result: tuple[jax.Array, ...]](
+    function: str, kernel: Callable[..., Result], roles: tuple[str, ...]
+) -> Callable[..., Result]:
     """`kernel` with a vmap rule that folds into the batch, and without a derivative.
 
     `roles` says what each argument's leading axis is: "row" (the batch), "pages" (the pool of pages) or "table" (the
@@ -84,7 +86,7 @@ def opaque(function: str, kernel: Kernel, roles: tuple[str, ...]) -> Kernel:
     """
 
     @jax.custom_batching.custom_vmap
-    def folded(*args: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def folded(*args: jax.Array) -> Any:
         return kernel(*args)
 
     @folded.def_vmap

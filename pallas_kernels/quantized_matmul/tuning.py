@@ -123,6 +123,7 @@ _MANY = (
     Candidate(warpgroups=2, tokens=176, step=128),
     Candidate(warpgroups=2, tokens=104, step=128),
     Candidate(warpgroups=2, tokens=64, step=128),
+    Candidate(warpgroups=1, tokens=64, step=128, split=2),  # takes outputs that come only in 64s
 )
 _MANY_STRAIGHT = tuple(dataclasses.replace(c, straight=4 if c.warpgroups < 4 else 1) for c in _MANY)
 _MANY_EVEN_PAIRS = (Candidate(warpgroups=2, tokens=128, step=128, straight=4, unit=1024),)

@@ -85,13 +85,14 @@ def rotate_heads(
     def mosaic() -> Any:
         from pallas_kernels.rotate_heads import mosaic_sm90
 
-        return mosaic_sm90.build(x, problem)
+        return mosaic_sm90.build(*arrays, problem=problem)
 
     def xla() -> Any:
         return functools.partial(rotate_heads_xla, problem=problem)
 
+    arrays = [jnp.asarray(a) for a in (x, positions, *caches, *weights)]
     run: Any = _dispatch.choose("rotate_heads", implementation, {"mosaic": mosaic, "xla": xla})
-    out = iter(run(*map(jnp.asarray, (x, positions, *caches, *weights))))
+    out = iter(run(*arrays))
     results = [next(out) for _ in heads]
     return tuple(
         result if each.cache is None else result.reshape(each.cache.shape)

@@ -19,10 +19,15 @@ from pallas_kernels.rotate_heads.problem import Problem, Segment, angles
 FEW, MANY, MOST_TOKENS_OF_FEW = 16, 64, 64
 
 
-def build(x: Any, problem: Problem) -> Any:
+def build(x: Any, *others: Any, problem: Problem) -> Any:
     """The kernel for arguments like these on their device, or NotImplementedError with the reason."""
     gpu.require_sm90(_dispatch.device_of(x))
     gpu.require_half(x.dtype)
+    if not gpu.writable(x, *others):
+        raise NotImplementedError(
+            "the Mosaic kernel writes into the caches, which JAX does not allow where arrays vary over the devices of "
+            "a shard_map: use check_vma=False."
+        )
     if 0 in x.shape:
         raise NotImplementedError(f"the Mosaic kernel needs at least one token, got x {x.shape}.")
     # The copy engine takes heads from shared memory at multiples of 128 bytes.

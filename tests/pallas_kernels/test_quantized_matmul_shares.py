@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from quantized_matmul_cases import assert_mlp, assert_product, random_weight, random_x
 
-from pallas_kernels import _mosaic, _quantized_mosaic
+from pallas_kernels import _dispatch, _mosaic, _quantized_mosaic
 from pallas_kernels._quantized import FORMATS, MXFP8, NVFP4, take_apart
 from pallas_kernels._quantized_mosaic import Swiglu, Tiling, scale_steps, spare_rows
 from pallas_kernels._quantized_mosaic_cut import Exchange, Shares
@@ -313,6 +313,14 @@ def test_inside_shard_map(checked: bool, split: bool, rows: int, monkeypatch: py
         monkeypatch.setattr(_mosaic, "writable", lambda *_: True)
         with pytest.raises(ValueError, match="varying manual axis types"):
             shapes()
+
+
+def test_a_vmapped_batch_may_be_more_rows_than_were_seen() -> None:
+    """Of 64 outputs, which tiles of two warpgroups do not cut."""
+    program = mosaic_sm90._program((MXFP8,), 132)
+    run = jax.vmap(_dispatch.opaque_rows("quantized_matmul", program), in_axes=(0, None, None, None))
+    out = jax.eval_shape(run, jax.ShapeDtypeStruct((16, 8, 512), jnp.bfloat16), *abstract(MXFP8, 64, 512))
+    assert out.shape == (16, 8, 64)
 
 
 def test_units_are_validated() -> None:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gpu_marks import needs_sm90
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from pallas_kernels import Heads, _mosaic, rotate_heads
 from pallas_kernels.rotate_heads import api, mosaic_sm90
@@ -234,12 +235,36 @@ def test_what_the_kernel_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
         jnp.zeros((1, 1, 192), jnp.bfloat16),
         Problem((Segment(0, 1, True, False),), 64, 64, 1e4, 1e-6, True, False),
     )
-    mosaic_sm90.build(x, problem)
+    mosaic_sm90.build(x, problem=problem)
     for head_dim in (32, 96, 160, 224, 320):
         with pytest.raises(NotImplementedError, match="heads of 64, 128, 192 and 256"):
-            mosaic_sm90.build(x, dataclasses.replace(problem, head_dim=head_dim))
+            mosaic_sm90.build(x, problem=dataclasses.replace(problem, head_dim=head_dim))
     with pytest.raises(NotImplementedError, match="at least one token"):
-        mosaic_sm90.build(x[:, :0], problem)
+        mosaic_sm90.build(x[:, :0], problem=problem)
+
+
+def test_inside_shard_map_with_its_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX refuses kernels that write into what varies (the mutant); without its checks, or split, it takes them."""
+    monkeypatch.setattr(_mosaic, "require_sm90", lambda _: 132)
+    mesh, spec = AbstractMesh((4,), ("x",), axis_types=(AxisType.Auto,)), PartitionSpec("x")
+    shape = jax.ShapeDtypeStruct
+
+    def trace(checked: bool, implementation: str | None) -> str:
+        def run(x: jax.Array, positions: jax.Array, cache: jax.Array) -> jax.Array:
+            heads = [Heads(count=1, cache=cache)]
+            static = dict(head_dim=D, rotary_dim=64, theta=1e4, eps=1e-6, plus_one=True)
+            return rotate_heads(x, positions, heads, implementation=implementation, **static)[0]
+
+        mapped = jax.shard_map(run, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=checked)
+        arrays = shape((8, 2, D), jnp.bfloat16), shape((8, 2), jnp.int32), shape((8, 16, 1, D), jnp.bfloat16)
+        return str(jax.make_jaxpr(mapped)(*arrays))
+
+    assert "name=rotate_heads" in trace(False, "mosaic") and "name=rotate_heads" not in trace(True, None)
+    with pytest.raises(NotImplementedError, match="use check_vma=False"):
+        trace(True, "mosaic")
+    monkeypatch.setattr(_mosaic, "writable", lambda *_: True)
+    with pytest.raises(ValueError, match="varying manual axis types"):
+        trace(True, "mosaic")
 
 
 def test_more_tokens_than_a_second_axis_of_a_grid_takes() -> None:
