@@ -56,7 +56,7 @@ def test_interpreted_equals_the_loop(kind: str, down: str, situation: str, rows:
     assert_close(interpreted(case, shapes=shapes), oracle(case), BFLOAT16)
 
 
-@pytest.mark.parametrize("shapes", [SHAPES, CHOSEN])
+@pytest.mark.parametrize("shapes", [pytest.param(SHAPES, marks=pytest.mark.slow), CHOSEN])
 def test_tiles_with_few_rows_are_cut(shapes: tuple) -> None:
     """11, 1, 18 and 2 rows in tiles of 16: two tiles of 16 and 11 rows whole, three of 1 and 2 rows as if of 8."""
     chosen = np.repeat([0, 1, 2, 3], [11, 1, 18, 2]).reshape(4, 8).T.astype(np.int32)

@@ -123,7 +123,7 @@ WIDE_PAIR = dataclasses.replace(PAIR, warpgroups=4, split=1)  # two of gate, two
         (("mxfp8",) * 3, 7, PAIR),
         pytest.param(("nvfp4", "nvfp4", "mxfp8"), 64, PAIR, marks=pytest.mark.slow),
         (("mxfp8", "mxfp8", "nvfp4"), 5, WIDE_PAIR),
-        (("mxfp8",) * 3, 11, PAIR),
+        pytest.param(("mxfp8",) * 3, 11, PAIR, marks=pytest.mark.slow),
         pytest.param(("nvfp4",) * 3, 5, dataclasses.replace(WIDE_PAIR, unit=None), marks=pytest.mark.slow),
     ],
     ids=["mxfp8-7", "mixed-64", "wide", "two tiles of x", "wide-whole"],
