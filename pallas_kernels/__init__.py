@@ -51,8 +51,9 @@ measured as faster for the format and shape):
 
 All run under `jit` and inside `lax.while_loop` without a word to the host, and fold `vmap` into the batch. Under a
 mesh, call them inside `shard_map`: XLA cannot split a kernel that it cannot look into. With its `check_vma`, the
-default, the Mosaic forms of `quantized_matmul` and its siblings are slower where blocks would share tiles: JAX has no
-types there for kernels that write into their operands. `check_vma=False` leaves them as they are.
+default, the Mosaic forms of `quantized_matmul` and its siblings are slower where blocks would share tiles, and
+`rotate_heads` goes through XLA: JAX has no types there for kernels that write into their operands. `check_vma=False`
+leaves them as they are.
 
 The attention functions. Shapes: B rows, K queries a row, Hq query heads, Hkv key/value heads, D head size, N pages, P
 pages a row. The cache is a pool of pages `[N, page, Hkv, D]` and a table of page ids `[B, P]`. Position p of row b

@@ -1,13 +1,16 @@
 """Argument checks of the public functions: every problem that can be seen before a launch, in words."""
 
-import math
+import numbers
 import operator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 FLOAT_DTYPES = ("bfloat16", "float16", "float32")
+LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
+LARGEST_BLOCK = 2**16  # keys that a query takes or leaves together: all of them are looked at at once
 
 
 def check_arrays(**arrays: Any) -> None:
@@ -37,16 +40,24 @@ def check_scale(scale: Any, head_dim: int) -> float:
 
 def check_constant(name: str, value: Any) -> float:
     """`value` as a Python float."""
-    if isinstance(value, bool | jax.Array) or not hasattr(value, "__float__"):
+    number = value.item() if isinstance(value, np.generic) else value
+    if isinstance(number, bool) or not isinstance(number, int | float):
         raise TypeError(f"{name} must be a Python float, got {type(value).__name__}: it is part of the program.")
-    if not math.isfinite(value := float(value)):
-        raise ValueError(f"{name} must be finite, got {value}.")
-    return value
+    if not -LARGEST_FLOAT32 <= number <= LARGEST_FLOAT32:
+        raise ValueError(f"{name} must be finite in float32, got {number}.")
+    return float(number)
+
+
+def check_limit(limit: Any) -> float:
+    """`limit` of an activation as a Python float."""
+    if (limit := check_constant("limit", limit)) <= 0:
+        raise ValueError(f"limit must be positive, got {limit}; a large one, such as 1e30, cuts nothing off.")
+    return limit
 
 
 def check_integer(name: str, value: Any) -> int:
     """`value` as a Python int."""
-    if isinstance(value, bool | jax.Array) or not hasattr(value, "__index__"):
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name} must be a Python int, got {type(value).__name__}: it is part of the program.")
     return operator.index(value)
 
@@ -60,8 +71,8 @@ def check_flag(name: str, value: Any) -> bool:
 
 def check_block_size(block_size: Any) -> int:
     """`block_size` as a Python int."""
-    if (block_size := check_integer("block_size", block_size)) <= 0:
-        raise ValueError(f"block_size must be at least 1 key, got {block_size}.")
+    if not 1 <= (block_size := check_integer("block_size", block_size)) <= LARGEST_BLOCK:
+        raise ValueError(f"block_size must be from 1 to {LARGEST_BLOCK} keys, got {block_size}.")
     return block_size
 
 

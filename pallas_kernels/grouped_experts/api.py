@@ -33,7 +33,8 @@ def grouped_experts(
 
     e = experts[n, j]; swiglu(g, u) = g · sigmoid(alpha · g) · (u + 1) with g = min(g, limit), u = clip(u, ±limit) (the
     SwiGLU of gpt-oss; the gate has no lower clamp). Everything between the matrices' inputs and the result is float32,
-    but the inner activation and each expert's output, which are rounded to x's dtype. An expert that no row chose is
+    but the inner activation and each expert's output, which are rounded to x's dtype; with bfloat16 x "xla" rounds the
+    weights to it too, global scale and all, which kernels apply to the sums. An expert that no row chose is
     not read. Routing lists are made on the device, in static shapes: nothing waits for the host. Inside `shard_map` a
     device may hold some of the experts: take the number of its first one from `experts`, and sum what devices return.
 
@@ -62,7 +63,7 @@ def grouped_experts(
     check_rows(x, experts, weights, positions)
     if routing not in (None, "triton", "xla"):
         raise ValueError(f"routing must be None, 'triton' or 'xla', got {routing!r}.")
-    alpha, limit = _arguments.check_constant("alpha", alpha), _arguments.check_constant("limit", limit)
+    alpha, limit = _arguments.check_constant("alpha", alpha), _arguments.check_limit(limit)
     gate_stack, gate_form = stacks.read("gate", gate)
     num_experts, inner, hidden = stacks.size(gate_stack, gate_form)
     if hidden != x.shape[1]:

@@ -142,7 +142,7 @@ def quantized_mlp(
       NotImplementedError: the named implementation cannot serve this call; the message says why. Or the call is
         differentiated through a kernel: only "xla" has a derivative.
     """
-    alpha, limit = _arguments.check_constant("alpha", alpha), _arguments.check_constant("limit", limit)
+    alpha, limit = _arguments.check_constant("alpha", alpha), _arguments.check_limit(limit)
     operands = [_read(weight, name) for name, weight in (("gate", gate), ("up", up), ("down", down))]
     rows = _rows(x, operands[0], "gate")
     inner, inputs = operands[0].out_size, operands[0].in_size

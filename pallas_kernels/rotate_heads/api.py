@@ -114,7 +114,11 @@ def _describe(
     if str(x.dtype) not in _arguments.FLOAT_DTYPES:
         raise TypeError(f"x must be one of {', '.join(_arguments.FLOAT_DTYPES)}, got {x.dtype}.")
     total = sum(each.count for each in heads)
-    if x.ndim != 3 or not heads or x.shape[2] != total * head_dim:
+    if not heads:
+        raise ValueError("heads must hold at least one group of heads, got none.")
+    if head_dim < 1:
+        raise ValueError(f"head_dim must be at least 1, got {head_dim}.")
+    if x.ndim != 3 or x.shape[2] != total * head_dim:
         raise ValueError(f"x must be [B, T, {total} heads x {head_dim}] for these heads, got {x.shape}.")
     if positions.shape != x.shape[:2] or positions.dtype != jnp.int32:
         raise ValueError(f"positions must be int32 [B, T] = {x.shape[:2]}, got {positions.dtype} {positions.shape}.")

@@ -246,7 +246,9 @@ def test_arguments_of_several_weights_are_checked_in_words() -> None:
         mlp(a, a, b)
     with pytest.raises(TypeError, match="alpha"):
         mlp(a, a, b, alpha=jnp.float32(1))
-    with pytest.raises(ValueError, match="limit must be finite, got inf"):
+    with pytest.raises(ValueError, match=r"limit must be positive, got -1\.0"):
+        mlp(a, a, b, limit=-1.0)
+    with pytest.raises(ValueError, match="limit must be finite in float32, got inf"):
         mlp(a, a, b, limit=float("inf"))
 
 

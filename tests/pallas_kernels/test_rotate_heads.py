@@ -183,8 +183,10 @@ def test_errors() -> None:
     run = functools.partial(rotate_heads, implementation="xla", **TARGET.static)
     with pytest.raises(ValueError, match="x must be"):
         run(x[..., :-D], positions, heads)
-    with pytest.raises(ValueError, match="x must be"):
+    with pytest.raises(ValueError, match="heads must hold at least one group of heads, got none"):
         run(x, positions, [])
+    with pytest.raises(ValueError, match="head_dim must be at least 1, got -8"):
+        run(x, positions, heads, head_dim=-8)
     short = [*heads[:1], dataclasses.replace(heads[1], cache=heads[1].cache[..., :3, :]), *heads[2:]]
     with pytest.raises(ValueError, match=r"heads\[1\].cache must be"):
         run(x, positions, short)
