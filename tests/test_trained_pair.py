@@ -129,6 +129,7 @@ def test_expected_lengths_of_the_two_rules(small):
     np.testing.assert_allclose(*small["greedy", "match"].expected.T, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_drafter_without_context_is_seen(study, small, model, prompts):
     """Mutant: a window of 1 hides all context. The comparison above must tell it from the pair as it was trained."""
     run = RUNS[0]
@@ -143,6 +144,7 @@ def test_a_drafter_without_context_is_seen(study, small, model, prompts):
     assert small[run].acceptance_length - blind.acceptance_length > LEAST_LOSS_WITHOUT_CONTEXT
 
 
+@pytest.mark.slow  # test_generate and test_speculative show it on the golden checkpoints
 def test_greedy_text_is_the_same_with_and_without_drafts(model, prompts, small):
     tokens, lengths = ds.pad_prompts(prompts, (128,))
     inputs = (tokens, lengths, ds.request_keys(range(len(prompts))), ds.SamplingParams(temperature=0.0))

@@ -59,7 +59,7 @@ def drawn(draw: st.DrawFn) -> tuple[np.ndarray, int, int]:
     return np.asarray(flat, np.int32).reshape(shape), num_experts, tile
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(drawn(), st.booleans())
 def test_tiles_equal_the_loop(case: tuple[np.ndarray, int, int], sort: bool) -> None:
     chosen, num_experts, tile = case
