@@ -4,7 +4,6 @@ import numbers
 import operator
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -24,7 +23,7 @@ def check_window(window: Any) -> int | None:
     """`window` as a Python int, or None for no window."""
     if window is None:
         return None
-    if isinstance(window, bool | jax.Array) or not hasattr(window, "__index__"):
+    if isinstance(window, bool) or not isinstance(window, numbers.Integral):
         raise TypeError(f"window must be a Python int or None, got {type(window).__name__}: it is part of the program.")
     if (window := operator.index(window)) <= 0:
         raise ValueError(f"window must be at least 1 (a query sees itself), got {window}; pass None for no window.")

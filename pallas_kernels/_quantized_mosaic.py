@@ -80,8 +80,6 @@ def multiply(
         raise ValueError(f"only one tile may be cut short, got {rows} of {padded} rows with {tiling}.")
     if tiling.unit and experts is not None:
         raise ValueError(f"tiles are shared where there are no experts, got {tiling}.")
-    if tiling.few is not None and counts is None:
-        raise ValueError(f"the rows of each tile decide how it is multiplied with {tiling}: counts are missing.")
     problem = Problem(
         form=first.format, divides=tuple(weight.format.divides for weight in weights), inputs=inputs, sizes=sizes,
         blocks=padded // tiling.tokens, rows=rows, steps_a_scale=scale_steps(first.format, tiling, inputs),
@@ -100,7 +98,9 @@ def multiply(
     if experts is not None:
         operands.append(experts)
         names.append("experts")
-    if tiling.few is not None and counts is not None:
+    if tiling.few is not None:
+        if counts is None:
+            raise ValueError(f"the rows of each tile decide how it is multiplied with {tiling}: counts are missing.")
         operands.append(counts)
         names.append("counts")
 

@@ -242,10 +242,7 @@ def choose_mosaic(
         except NotImplementedError as error:
             reason = reason or error
             continue
-        rows_of_w = sum(sizes) * (2 if swiglu else 1)
-        columns = tiling.tokens * (2 if swiglu else 1)  # that one warpgroup finishes
-        estimate = _estimate(tiling, form, rows, rows_of_w, inputs, multiprocessors, columns)
-        fitting.append((*estimate, tiling))
+        fitting.append((*_estimate(tiling, form, rows, sum(sizes), inputs, multiprocessors, swiglu), tiling))
     if not fitting:
         raise reason or NotImplementedError("the Mosaic kernel has no tiling for this weight.")
     return min(fitting, key=lambda estimate: estimate[:2])[-1]
@@ -258,12 +255,13 @@ def _estimate(
     outputs: int,
     inputs: int,
     multiprocessors: int,
-    columns: int,
+    swiglu: bool,
 ) -> tuple[float, float]:
     """Clocks that a launch takes, and that its longest block would without the others."""
+    matrices = 2 if swiglu else 1  # gate and up: what is read of W, and columns that one warpgroup finishes
     features, making = 64 * tiling.warpgroups, MAKING if tiling.straight == 1 else MAKING_STRAIGHT
     blocks = -(-rows // tiling.tokens)
-    tiles = outputs // features * blocks
+    tiles = matrices * outputs // features * blocks
     weights = features * (1 / form.per_byte + 1 / form.block)  # bytes for each input
     clocks = inputs * max(
         features * tiling.tokens / PRODUCTS + making * tiling.warpgroups,
@@ -280,7 +278,7 @@ def _estimate(
     units = tiles * inputs // tiling.unit
     share = -(-units // min(multiprocessors, units)) * tiling.unit
     longest = clocks * share / inputs
-    exchange = EXCHANGE + EXCHANGED_COLUMN * max(0, columns - 64) + (LATE if share < inputs else 0)
+    exchange = EXCHANGE + EXCHANGED_COLUMN * max(0, matrices * tiling.tokens - 64) + (LATE if share < inputs else 0)
     return max(longest, tiles * of_memory) + exchange, longest
 
 
