@@ -5,6 +5,10 @@ says the same in plain operations there.
 
 A bfloat16 or float32 [64, n] array in the layout of wgmma: thread 32 w + 4 r + q of the 128 holds, in register pair
 (c, h), row 16 w + 8 h + r and columns 8 c + 2 q and 8 c + 2 q + 1.
+
+Which output feature such a row is, is free. Transposed by `movmatrix`, thread q of the four of a column has rows
+16 w + 2 q, one more, and 8 more of both: `_feature` makes them the features that lie side by side where they are
+stored, so that a thread stores 8 bytes and four of them a whole sector.
 """
 
 from collections.abc import Sequence
@@ -101,10 +105,12 @@ def reorder(form: Format, x: Any, *, rows: int | None = None) -> Any:
 
 
 def weights(
-    form: Format, codes: Any, scales: Any, slab: int, *, scale_stride: int, parts: Sequence[int]
-) -> tuple[Any, ...]:
+    form: Format, codes: Any, scales: Any, slab: int, *,
+    scale_stride: int, parts: Sequence[int], order: Format | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
     """bfloat16 fragments [64, 64] of slab number `slab` of codes [64, bytes] in shared memory, ordered as by `reorder`.
 
+    Their rows are in the order that `store_transposed` with the same `order` takes.
     `scales` is [64, blocks] in shared memory, its rows `scale_stride` bytes apart, for the same inputs as `codes`.
     There is one fragment for MXFP8, two for NVFP4; `parts` names those that are wanted. `LEFT_OVER` is missing.
     """
@@ -113,14 +119,15 @@ def weights(
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()), return_type=(fragment,) * len(parts))
     def build(ctx: Any, codes: Any, scales: Any) -> tuple[Any, ...]:
-        row, q = _row_and_quarter()
+        warp, row, q = _place()
         base, scale_base = utils.memref_ptr(codes), utils.memref_ptr(scales)
-        offset = _add(_multiply(row, code_stride), _add(_multiply(q, 16), _i32(SLAB * slab)))
-        scale_offset = _multiply(row, scale_stride)
+        feature, apart = _feature(order, warp, row)
+        offset = _add(_multiply(feature, code_stride), _add(_multiply(q, 16), _i32(SLAB * slab)))
+        scale_offset = _multiply(feature, scale_stride)
         columns = []  # registers of the two rows of this thread
         for h in range(2):
-            words = _load_words(_address(base, _add(offset, _i32(8 * h * code_stride))))
-            at = _add(scale_offset, _i32(8 * h * scale_stride))
+            words = _load_words(_address(base, _add(offset, _i32(h * apart * code_stride))))
+            at = _add(scale_offset, _i32(h * apart * scale_stride))
             if form is MXFP8:
                 at = _add(at, _add(arith.shrui(q, _i32(1)), _i32(2 * slab)))
                 byte = arith.extui(_i32_type(), llvm.load(_integer(8), _address(scale_base, at)))
@@ -168,32 +175,27 @@ def get(ref: Any, shape: tuple[int, int]) -> Any:
 def store_transposed(ref: Any, values: Any, *, stride: int, order: Format | None = None) -> None:
     """values [64, n] float32, transposed and rounded, to global bfloat16 [m <= n, 64] with rows `stride` apart.
 
-    Columns of `values` from m on are left out. With an `order` its rows go where `reorder` puts the inputs of a slab;
-    of a slab of NVFP4, twice as long, they are the first half, and `ref` starts 4 columns later for the second.
+    Rows of `values` are features in the order of `weights`; columns from m on are left out. With an `order` features go
+    where `reorder` puts the inputs of a slab; of a slab of NVFP4, twice as long, they are the first half, and `ref`
+    starts 4 columns later for the second.
     """
     rows = ref.shape[0]
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA), return_type=None)
     def store(ctx: Any, ref: Any, values: Any) -> None:
-        row, q = _row_and_quarter()
+        warp, column, q = _place()
         base = utils.memref_ptr(ref)
         space = utils.get_memref_llvm_address_space(ir.MemRefType(ref.type)) or 0
-        if order is not None:
-            row = _place(order, row)
-        apart = 16 if order is None else 64  # bytes from the row of a thread to the one 8 rows on
-        start = _add(_multiply(q, 4 * stride), _multiply(row, 2))
-        for i, pair in enumerate(values.astype(ir.BF16Type.get()).registers.flat):
-            column, h = divmod(i, 2)
-            for e in range(2):
-                first = 8 * column + e  # the column of thread q = 0; that of q is first + 2 q
-                if first >= rows:
-                    continue
-                at = _address(base, _add(start, _i32(2 * first * stride + apart * h)), space)
-                value = vector.extract(pair, [], [e])
-                if first + 6 < rows:
-                    llvm.store(value, at, alignment=2)
-                else:
-                    _store_if(q, (rows - first + 1) // 2, value, at)
+        four = _multiply(_add(_multiply(warp, 4), q), 8 if order is None else 8 * order.per_byte)
+        start = _add(_multiply(column, 2 * stride), four)
+        pairs = iter(values.astype(ir.BF16Type.get()).registers.flat)
+        for first, (low, high) in zip(range(0, rows, 8), zip(pairs, pairs, strict=True), strict=False):
+            at = _address(base, _add(start, _i32(2 * first * stride)), space)
+            value = _joined(_transposed(_bits(low)), _transposed(_bits(high)))
+            if first + 8 <= rows:
+                llvm.store(value, at, alignment=8)
+            else:
+                _store_if(column, rows - first, value, at)
 
     store(ref, values)
 
@@ -213,25 +215,45 @@ def store_zeros(ref: Any, *, stride: int) -> None:
     store(ref)
 
 
-def _place(order: Format, row: Any) -> Any:
-    """Where `reorder` puts row 16 w + r, r < 8, of a slab.
+def _feature(order: Format | None, warp: Any, row: Any) -> tuple[Any, int]:
+    """Output feature of accumulator row 16 w + r, r < 8, and how much further that of the row 8 on is.
 
-    `reorder` takes 2 j + o of thread q's 16 or 32 to 8 j + 2 q + o.
+    `reorder` takes 2 j + o of thread q's 16 or 32 to 8 j + 2 q + o. With r = 2 i + o, fours of results follow each
+    other in the order of 4 w + i, in MXFP8's pairs of them with the same j, in NVFP4's with a four of other features
+    behind each.
     """
-    w, odd, pair = arith.shrui(row, _i32(4)), arith.andi(row, _i32(1)), arith.andi(row, _i32(6))
-    place = _add(_multiply(pair, 4), odd)
-    if order is MXFP8:  # q = w
-        return _add(place, _multiply(w, 2))
-    # q = w / 2, and j is 8 more in odd warps.
-    return _add(place, _add(_multiply(arith.shrui(w, _i32(1)), 2), _multiply(arith.andi(w, _i32(1)), 64)))
+    four, odd = _add(_multiply(warp, 4), arith.shrui(row, _i32(1))), arith.andi(row, _i32(1))
+    if order is None:
+        return _add(_multiply(four, 4), odd), 2
+    if order is MXFP8:
+        j, second = arith.shrui(four, _i32(1)), arith.andi(four, _i32(1))
+        return _add(_multiply(second, 32), _add(_multiply(j, 2), odd)), 16
+    return _add(_multiply(four, 2), odd), 32
 
 
-def _store_if(q: Any, below: int, value: Any, at: Any) -> None:
-    """A store by the threads with q < below."""
-    text = "{ .reg .pred p; setp.lt.u32 p, $0, $1; @p st.b16 [$2], $3; }"
-    bits, address = arith.bitcast(_integer(16), value), llvm.ptrtoint(_integer(64), at)
-    nothing = ir.Type.parse("!llvm.void")
-    llvm.inline_asm(nothing, [q, _i32(below), address, bits], text, "r,r,l,h,~{memory}", has_side_effects=True)
+def _bits(pair: Any) -> Any:
+    """Two bfloat16 as 32 bits."""
+    word = vector.bitcast(ir.VectorType.get((1,), _i32_type()), pair)
+    return vector.extract(word, [], [0])
+
+
+def _transposed(register: Any) -> Any:
+    """Of 8 x 8 elements of 2 bytes, two in each thread of a warp."""
+    (result,) = _asm(1, [register], "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", has_side_effects=True)
+    return result
+
+
+def _joined(low: Any, high: Any) -> Any:
+    """Two registers as 64 bits."""
+    wide = [arith.extui(_integer(64), register) for register in (low, high)]
+    return arith.ori(wide[0], arith.shli(wide[1], utils.c(32, _integer(64))))
+
+
+def _store_if(number: Any, below: int, value: Any, at: Any) -> None:
+    """A store of 64 bits by the threads of numbers below `below`."""
+    text = "{ .reg .pred p; setp.lt.u32 p, $0, $1; @p st.b64 [$2], $3; }"
+    address, nothing = llvm.ptrtoint(_integer(64), at), ir.Type.parse("!llvm.void")
+    llvm.inline_asm(nothing, [number, _i32(below), address, value], text, "r,r,l,l,~{memory}", has_side_effects=True)
 
 
 def _i32_type() -> Any:
@@ -259,11 +281,11 @@ def _thread() -> Any:
     return arith.andi(arith.index_cast(_i32_type(), gpu.thread_id(gpu.Dimension.x)), _i32(127))
 
 
-def _row_and_quarter() -> tuple[Any, Any]:
-    """16 w + r and q of this thread."""
+def _place() -> tuple[Any, Any, Any]:
+    """w, r and q of this thread."""
     thread = _thread()
     lane, warp = arith.andi(thread, _i32(31)), arith.shrui(thread, _i32(5))
-    return _add(_multiply(warp, 16), arith.shrui(lane, _i32(2))), arith.andi(lane, _i32(3))
+    return warp, arith.shrui(lane, _i32(2)), arith.andi(lane, _i32(3))
 
 
 def _address(base: Any, offset: Any, space: int = 3) -> Any:
@@ -277,10 +299,12 @@ def _load_words(at: Any) -> list[Any]:
     return [llvm.extractelement(words, _i32(i)) for i in range(4)]
 
 
-def _asm(outputs: int, inputs: Sequence[Any], text: str) -> list[Any]:
-    result = llvm.StructType.get_literal([_i32_type()] * outputs)
+def _asm(outputs: int, inputs: Sequence[Any], text: str, has_side_effects: bool = False) -> list[Any]:
+    result = llvm.StructType.get_literal([_i32_type()] * outputs) if outputs > 1 else _i32_type()
     constraints = ",".join(["=r"] * outputs + ["r"] * len(inputs))
-    values = llvm.inline_asm(result, list(inputs), text, constraints)
+    values = llvm.inline_asm(result, list(inputs), text, constraints, has_side_effects=has_side_effects)
+    if outputs == 1:
+        return [values]
     return [llvm.extractvalue(_i32_type(), values, [i]) for i in range(outputs)]
 
 

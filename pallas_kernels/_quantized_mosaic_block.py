@@ -253,7 +253,8 @@ class Block:
                 while running and running[0][1] < turn - (1 if room else 0):
                     gpu.barrier_arrive(free.at[running.pop(0)[0]])
                 made = fragments.weights(
-                    form, step.codes, step.scales, slab, scale_stride=self.p.scale_bytes(self.t), parts=some
+                    form, step.codes, step.scales, slab,
+                    scale_stride=self.p.scale_bytes(self.t), parts=some, order=self.p.order,
                 )  # fmt: skip
                 for part, weights in zip(some, made, strict=True):
                     column = 64 * (len(parts) * slab + part)

@@ -69,6 +69,13 @@ def _permute(a, b, selector):
     return result.astype(np.uint32)
 
 
+def _movmatrix(register):
+    """Lane 4 r + q of a warp has elements 2 q and 2 q + 1 of row r; afterwards the same of the transposed matrix."""
+    halves_ = np.stack([register & np.uint32(0xFFFF), register >> np.uint32(16)], axis=-1)  # [threads, 2]
+    columns = halves_.reshape(-1, 8, 8).swapaxes(1, 2).reshape(-1, 2)
+    return columns[:, 0] | (columns[:, 1] << np.uint32(16))
+
+
 def _fma(a, b, c):
     with np.errstate(invalid="ignore"):  # infinity times zero is NaN here as there
         return joined(halves(a) * halves(b) + halves(c))
@@ -86,6 +93,7 @@ OPERATIONS = {
     "mov.b32": lambda a: a,
     "lop3.b32": _lop3,
     "prmt.b32": _permute,
+    "movmatrix.sync.aligned.m8n8.trans.b16": _movmatrix,
     "mul.rn.bf16x2": _multiply,
     "fma.rn.bf16x2": _fma,
 }

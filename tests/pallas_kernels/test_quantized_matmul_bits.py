@@ -14,7 +14,7 @@ from warpgroup_on_numpy import Memory, Registers, replace_operations
 import pallas_kernels
 from pallas_kernels import _mosaic_fragments as fragments
 from pallas_kernels import _quantized_triton as triton_host
-from pallas_kernels._quantized import LEFT_OVER, MXFP8, NVFP4
+from pallas_kernels._quantized import LEFT_OVER, MXFP8, NVFP4, NVFP4_DIVIDED
 
 KERNELS = Path(pallas_kernels.__file__).parent / "_quantized_triton_kernel.py"
 CODES = np.array([b for b in range(256) if b & 0x7F != 0x7F], np.uint32)
@@ -51,6 +51,23 @@ def test_bfloat16_holds_every_mxfp8_weight_that_float32_holds() -> None:
     assert error[10].any() and error.max() == 2.0**-126
 
 
+def rows_of(order, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Which row of a weight is in each row of what `weights` makes, seen from 64 rows that grow."""
+    replace_operations(monkeypatch)
+    scales = np.repeat(np.arange(100, 164, dtype=np.uint8)[:, None], 2, axis=1)
+    ones = Memory(np.full((64, 64), 0x38, np.uint8))
+    (made,) = fragments.weights(MXFP8, ones, Memory(scales), 0, scale_stride=2, parts=[0], order=order)
+    return np.argsort(np.argsort(made.array().max(axis=1))).tolist()
+
+
+def test_rows_lie_so_that_four_threads_store_a_sector(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `movmatrix` thread q gets rows 2 q, 2 q + 1, 2 q + 8 and 2 q + 9 of its warp's 16."""
+    rows = np.array(rows_of(None, monkeypatch)).reshape(4, 2, 4, 2)  # warp, h, q, odd
+    assert np.array_equal(rows.swapaxes(1, 2).reshape(-1), np.arange(64))
+    for order in (MXFP8, NVFP4):
+        assert rows_of(order, monkeypatch) != rows_of(None, monkeypatch)
+
+
 def every_mxfp8_weight(monkeypatch: pytest.MonkeyPatch) -> tuple[np.ndarray, np.ndarray]:
     """What 128 threads make of all codes [256] with all scale bytes [256], in the order of `reorder`; what is right."""
     replace_operations(monkeypatch)
@@ -59,7 +76,8 @@ def every_mxfp8_weight(monkeypatch: pytest.MonkeyPatch) -> tuple[np.ndarray, np.
     for scale in np.resize(E8M0, 256).reshape(4, 64):
         memories = Memory(np.tile(codes, (64, 1))), Memory(np.repeat(scale.astype(np.uint8)[:, None], 8, axis=1))
         made = [fragments.weights(MXFP8, *memories, slab, scale_stride=8, parts=[0]) for slab in range(4)]
-        found.append(np.concatenate([fragment.array() for (fragment,) in made], axis=1))
+        together = np.concatenate([fragment.array() for (fragment,) in made], axis=1)
+        found.append(together[np.argsort(rows_of(None, monkeypatch))])
     right = e4m3_values(codes)[None] * 2.0 ** (np.resize(E8M0, 256) - 127.0)[:, None]
     return np.concatenate(found), fragments.reorder(MXFP8, as_bfloat16(right))
 
@@ -229,7 +247,11 @@ def test_threads_make_the_weights_of_the_places_they_hold(form, monkeypatch: pyt
     make, parts = functools.partial(fragments.weights, form, codes, scales), range(form.per_byte)
     found = [make(slab, scale_stride=stride, parts=parts) for slab in range(2)]
     together = np.concatenate([fragment.array() for slab in found for fragment in slab], axis=1)
-    assert np.array_equal(together, fragments.reorder(form, expected))
+    assert np.array_equal(together, fragments.reorder(form, expected)[rows_of(None, monkeypatch)])
+    for order in (MXFP8, NVFP4):
+        other = make(1, scale_stride=stride, parts=parts, order=order)[0].array()
+        right = fragments.reorder(form, expected)[rows_of(order, monkeypatch)]
+        assert np.array_equal(other, right[:, 64 * form.per_byte :][:, :64])
     alone = [make(slab, scale_stride=stride, parts=[part])[0].array() for slab in range(2) for part in parts]
     assert np.array_equal(np.concatenate(alone, axis=1), together)
     wrong = make(0, scale_stride=stride - 2, parts=parts)[0].array()
@@ -243,7 +265,7 @@ def test_results_are_stored_transposed_and_cut_short(rows: int, columns: int, mo
     whole = np.full((rows + 2, 64), np.nan, ml_dtypes.bfloat16)
     memory = Memory(whole)
     memory.shape = (rows, 64)
-    fragments.store_transposed(memory, Registers.of(values), stride=64)
+    fragments.store_transposed(memory, Registers.of(values[rows_of(None, monkeypatch)]), stride=64)
     assert np.array_equal(whole[:rows], values.T[:rows].astype(ml_dtypes.bfloat16))
     assert np.isnan(whole[rows:].astype(np.float32)).all()
     assert set(memory.written[: 2 * 64 * rows]) == {1}  # once each
@@ -259,18 +281,19 @@ def test_zeros_are_stored_where_they_belong(monkeypatch: pytest.MonkeyPatch) -> 
     assert memory.written.sum() == 2 * 16 * 64  # once each
 
 
-def stored_in_order(form, values: np.ndarray, rows: int) -> np.ndarray:
+def stored_in_order(form, values: np.ndarray, rows: int, monkeypatch: pytest.MonkeyPatch) -> np.ndarray:
     """What 128 threads leave of values [128, columns], two pieces of 64, in rows of 128."""
     whole = np.full((rows, 128), np.nan, ml_dtypes.bfloat16)
     for piece in range(2):
         start = 64 * piece if form is MXFP8 else 4 * piece
         memory = Memory(whole)
         memory.shape, memory.bytes = (rows, 64), whole.reshape(-1).view(np.uint8)[2 * start :]
-        fragments.store_transposed(memory, Registers.of(values[64 * piece :][:64]), stride=128, order=form)
+        own = values[64 * piece :][:64][rows_of(form, monkeypatch)]
+        fragments.store_transposed(memory, Registers.of(own), stride=128, order=form)
     return whole
 
 
-@pytest.mark.parametrize("form", [MXFP8, NVFP4])
+@pytest.mark.parametrize("form", [MXFP8, NVFP4, NVFP4_DIVIDED])
 @pytest.mark.parametrize("rows, columns", [(8, 8), (3, 8), (64, 64)])
 def test_results_are_stored_in_the_order_of_the_next_product(
     rows: int, columns: int, form, monkeypatch: pytest.MonkeyPatch
@@ -278,8 +301,8 @@ def test_results_are_stored_in_the_order_of_the_next_product(
     replace_operations(monkeypatch)
     values = np.random.default_rng(rows).standard_normal((128, columns)).astype(np.float32)
     expected = fragments.reorder(form, values.T[:rows].astype(ml_dtypes.bfloat16))
-    assert np.array_equal(stored_in_order(form, values, rows), expected)
-    other = MXFP8 if form is NVFP4 else NVFP4
+    assert np.array_equal(stored_in_order(form, values, rows, monkeypatch), expected)
+    other = NVFP4 if form is MXFP8 else MXFP8
     assert not np.array_equal(fragments.reorder(other, values.T[:rows].astype(ml_dtypes.bfloat16)), expected)
 
 

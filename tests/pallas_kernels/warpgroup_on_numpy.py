@@ -32,6 +32,7 @@ class Memory:
         return self.bytes[np.asarray(offsets)[:, None] + np.arange(width)].view(dtype)[:, 0]
 
     def write(self, offsets: np.ndarray, values: np.ndarray) -> None:
+        assert np.all(np.asarray(offsets) % values.itemsize == 0), "not aligned"
         places = np.asarray(offsets)[:, None] + np.arange(values.itemsize)
         self.bytes[places] = values.reshape(-1, 1).view(np.uint8)
         np.add.at(self.written, places, 1)
@@ -67,9 +68,9 @@ def places(columns: int) -> list[tuple[np.ndarray, np.ndarray]]:
     ]
 
 
-def _store_if(quarter: np.ndarray, below: int, value: np.ndarray, at: tuple) -> None:
+def _store_if(number: np.ndarray, below: int, value: np.ndarray, at: tuple) -> None:
     memory, offsets = at
-    chosen = quarter < below
+    chosen = number < below
     memory.write(offsets[chosen], value[chosen])
 
 
@@ -78,7 +79,7 @@ def replace_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     word = np.uint32
     replacements = dict(
         plgpu=wide(
-            inline_mgpu=lambda **_: lambda f: lambda *args: f(None, *args), RefType=lambda: None,
+            inline_mgpu=lambda **_: lambda f: lambda *args: f(None, *args), RefType=lambda *_: None,
             ShapeDtypeStruct=lambda *_, **__: None, Layout=wide(WGMMA=None),
         ),
         arith=wide(
@@ -89,7 +90,6 @@ def replace_operations(monkeypatch: pytest.MonkeyPatch) -> None:
             load=lambda dtype, at, alignment=1: at[0].read(at[1], dtype),
             store=lambda value, at, alignment: at[0].write(at[1], value),
         ),
-        vector=wide(extract=lambda pair, _, e: np.ascontiguousarray(pair[:, e[0]])),
         utils=wide(c=lambda value, _: np.full(128, value, word), memref_ptr=lambda memory: memory,
                    get_memref_llvm_address_space=lambda _: 1),
         ir=wide(MemRefType=lambda _: None, BF16Type=wide(get=lambda: ml_dtypes.bfloat16)),
@@ -98,7 +98,9 @@ def replace_operations(monkeypatch: pytest.MonkeyPatch) -> None:
         _thread=lambda: THREADS.astype(word),
         _address=lambda base, offset, space=3: (base, offset.astype(np.int64)),
         _load_words=lambda at: [at[0].read(at[1] + 4 * i, word) for i in range(4)],
-        _asm=lambda outputs, inputs, text: ptx.run(text, inputs, outputs),
+        _asm=lambda outputs, inputs, text, has_side_effects=False: ptx.run(text, inputs, outputs),
+        _bits=ptx.joined,
+        _joined=lambda low, high: low | (high.astype(np.uint64) << np.uint64(32)),
         _fragment=lambda pairs: Registers([ptx.halves(register) for pair in pairs for register in pair]),
         _store_if=_store_if,
     )  # fmt: skip
