@@ -82,6 +82,12 @@ prmt.b32 $0, t, 0, 0x1010;
 prmt.b32 $1, t, 0, 0x3232;
 }"""
 
+ZERO = """{
+.reg .b32 t;
+mov.u32 t, %dynamic_smem_size;
+shr.u32 $0, t, 20;
+}"""
+
 BOTH, SMALLEST = 0x0080_0080, 0x0040_0040  # scale byte 1 and 0, 2^-126 and 2^-127, in both halves of a register
 
 
@@ -143,6 +149,25 @@ def weights(
         return tuple(_fragment(pairs[i : i + 8]) for i in range(0, len(pairs), 8))
 
     return build(codes, scales)
+
+
+def settle(made: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The fragments in registers of their own.
+
+    Where a loop carries the weights of its next product ptxas would make them in the registers that the running product
+    reads, and so wait for it first: C7513, "wgmma.mma_async instructions are serialized". A zero that it does not know
+    keeps it from that.
+    """
+    fragment = plgpu.ShapeDtypeStruct((64, 64), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,) * len(made), return_type=(fragment,) * len(made))
+    def move(ctx: Any, *made: Any) -> tuple[Any, ...]:
+        (zero,) = _asm(1, [], ZERO, has_side_effects=True)
+        words = [[_bits(pair) for pair in each.registers.flat] for each in made]
+        moved = [[_asm(1, [w, zero], "xor.b32 $0, $1, $2;", has_side_effects=True)[0] for w in each] for each in words]
+        return tuple(_fragment(list(zip(each[::2], each[1::2], strict=True))) for each in moved)
+
+    return move(*made)
 
 
 def put(ref: Any, values: Any) -> None:

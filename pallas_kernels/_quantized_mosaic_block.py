@@ -1,7 +1,7 @@
 """One thread block of the Mosaic kernels over MXFP8 and NVFP4 weights."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,6 +28,14 @@ class Step(NamedTuple):
     x: Any
     codes: Any
     scales: Any
+
+
+class Turn(NamedTuple):
+    """What is made and multiplied at once: `parts` of a slab of a step, the step's number in a line of code."""
+
+    step: int
+    slab: int
+    parts: Sequence[int]
 
 
 class Block:
@@ -198,81 +206,136 @@ class Block:
         """This warpgroup's share of the product of a piece: float32 [64, tokens], before the factor."""
         shape = (gpu.ROWS, tokens)
         if self.interpret is not None:  # the interpreter knows neither registers as operands of wgmma nor assembly
-            return self.each_step(piece, tokens, self.add_plainly, gpu.full(shape, 0.0))
+            return self.add_plainly(piece, gpu.full(shape, 0.0))
 
         def run(accumulator: Any) -> jax.Array:
-            self.each_step(piece, tokens, functools.partial(self.add_steps, accumulator), None)
+            self.multiply(piece, accumulator)
             return accumulator[...]
 
         return gpu.with_accumulator(run, shape)
 
-    def each_step(self, piece: Piece, tokens: int, add: Callable[[list[Step], Any], Any], total: Any) -> Any:
-        """add(steps, total) -> total, for all steps of this warpgroup, some at a time."""
+    def own_steps(self) -> int:
+        """Steps that this warpgroup does of those that one copy of scales serves."""
+        return self.p.steps_a_scale // self.t.split
+
+    def scale_slot(self, piece: Piece, copy: Any) -> Any:
+        return modulo(piece.before + copy, self.t.scale_stages)
+
+    def step(self, piece: Piece, copy: Any, own: Any, tokens: int) -> Step:
+        """This warpgroup's step number `own` of a copy of scales of the piece."""
         p, t, s = self.p, self.t, self.s
-        a_step, own = t.step // p.form.block, p.steps_a_scale // t.split
-        # A stage is let go of a turn or two later: with fewer stages a warpgroup would wait for one that waits for it.
-        slabs = p.form.bytes(t.step) // fragments.SLAB
-        enough = (2 if slabs > 1 or not self.registers.room(p.form, tokens) else 3) * t.split
-        most = t.straight if self.interpret is None and t.stages >= enough else 1
+        a_step, k = t.step // p.form.block, own * t.split + self.share
+        slot = modulo((piece.before + copy) * p.steps_a_scale + k, t.stages)
+        scales = s["scale"].at[self.scale_slot(piece, copy), self.place, :, gpu.ds(k * a_step, a_step)]
+        return Step(slot, s["x"].at[slot, gpu.ds(0, tokens)], s["codes"].at[slot, self.place], scales)
+
+    def multiply(self, piece: Piece, accumulator: Any) -> None:
+        """Adds all products of a piece, some steps in a straight line of code.
+
+        ptxas lets no product run over the back edge of a loop; with `ahead` the weights for the first product of a line
+        are made before it. With registers for the weights of two turns the next are made while these are multiplied.
+        """
+        p, t, s = self.p, self.t, self.s
+        tokens, own = accumulator.shape[1], self.own_steps()
+        parts, room = range(p.form.per_byte), self.registers.room(p.form, tokens)
+        # A stage is let go of a turn later: with fewer stages a warpgroup would wait for one that waits for it.
+        most = t.straight if t.stages >= 2 * t.split else 1
         straight = next(n for n in range(min(most, own), 0, -1) if own % n == 0)
+        turns = [
+            Turn(j, slab, some)
+            for j in range(straight)
+            for slab in range(p.form.bytes(t.step) // fragments.SLAB)
+            for some in ([parts] if room else [[part] for part in parts])
+        ]
+        copies, lines = piece.end - piece.first, own // straight
 
-        def copy(number: Any, total: Any) -> Any:
-            number = piece.before + number
-            scale_slot = modulo(number, t.scale_stages)
-            gpu.barrier_wait(s["scale_ready"].at[scale_slot])
+        def make(step: Step, turn: Turn) -> Any:
+            return fragments.weights(
+                p.form, step.codes, step.scales, turn.slab,
+                scale_stride=p.scale_bytes(t), parts=turn.parts, order=p.order,
+            )  # fmt: skip
 
-            def some(i: Any, total: Any) -> Any:
-                places = [(i * straight + j) * t.split + self.share for j in range(straight)]
-                steps = []
-                for k in places:
-                    slot = modulo(number * p.steps_a_scale + k, t.stages)
-                    scales = s["scale"].at[scale_slot, self.place, :, gpu.ds(k * a_step, a_step)]
-                    x = s["x"].at[slot, gpu.ds(0, tokens)]
-                    steps.append(Step(slot, x, s["codes"].at[slot, self.place], scales))
-                return add(steps, total)
+        def wait_and_make(step: Step) -> Any:
+            gpu.barrier_wait(s["ready"].at[step.slot])
+            return make(step, turns[0])
 
-            total = lax.fori_loop(0, own // straight, some, total)
-            gpu.barrier_arrive(s["scale_free"].at[scale_slot])
+        def make_ahead(copy: Any, i: Any) -> Any:
+            """The first weights after line i of a copy; after the last line of all its own last step's once more."""
+            ends = i == lines - 1
+            last = ends & (copy == copies - 1)
+            following = self.step(
+                piece, jnp.where(ends & ~last, copy + 1, copy),
+                jnp.where(ends, jnp.where(last, own - 1, 0), (i + 1) * straight), tokens,
+            )  # fmt: skip
+
+            @gpu.when(~last)
+            def _wait() -> None:
+                gpu.when(ends)(lambda: gpu.barrier_wait(s["scale_ready"].at[self.scale_slot(piece, copy + 1)]))
+                gpu.barrier_wait(s["ready"].at[following.slot])
+
+            return make(following, turns[0])
+
+        def line(copy: Any, i: Any, made: Any) -> Any:
+            steps = [self.step(piece, copy, i * straight + j, tokens) for j in range(straight)]
+            if not t.ahead:
+                made = wait_and_make(steps[0])
+            held = 0  # the first step that is not let go of
+            for turn, upcoming in zip(turns, [*turns[1:], None], strict=True):
+                for part, weights in zip(turn.parts, made, strict=True):
+                    column = 64 * (len(parts) * turn.slab + part)
+                    gpu.multiply_registers(accumulator, weights, steps[turn.step].x.at[:, gpu.ds(column, 64)])
+                if upcoming is None and not t.ahead:
+                    break
+                gpu.wait_products(len(parts) if room else 0)
+                done = turn.step if room or upcoming is None else upcoming.step  # with room this turn's still run
+                for step in steps[held:done]:
+                    gpu.barrier_arrive(s["free"].at[step.slot])
+                held = done
+                if upcoming is None:
+                    made = make_ahead(copy, i)
+                    break
+                if upcoming.step > turn.step:
+                    gpu.barrier_wait(s["ready"].at[steps[upcoming.step].slot])
+                made = make(steps[upcoming.step], upcoming)
+            gpu.wait_products(0)
+            for step in steps[held:]:
+                gpu.barrier_arrive(s["free"].at[step.slot])
+            return fragments.settle(made) if t.ahead else None
+
+        def each(copy: Any, made: Any) -> Any:
+            if not t.ahead:
+                gpu.barrier_wait(s["scale_ready"].at[self.scale_slot(piece, copy)])
+            made = lax.fori_loop(0, lines, functools.partial(line, copy), made)
+            gpu.barrier_arrive(s["scale_free"].at[self.scale_slot(piece, copy)])
+            return made
+
+        made = None
+        if t.ahead:
+            gpu.barrier_wait(s["scale_ready"].at[self.scale_slot(piece, 0)])
+            made = wait_and_make(self.step(piece, 0, 0, tokens))
+        lax.fori_loop(0, copies, each, made)
+
+    def add_plainly(self, piece: Piece, total: jax.Array) -> jax.Array:
+        """The same for the interpreter: total + all products of a piece."""
+        s = self.s
+
+        def add(copy: Any, own: Any, total: jax.Array) -> jax.Array:
+            step = self.step(piece, copy, own, total.shape[1])
+            gpu.barrier_wait(s["ready"].at[step.slot])
+            weights = plain_weights(self.p.form, step.codes[...], step.scales[...])
+            total += jnp.dot(weights, step.x[...].astype(jnp.float32).T)
+            gpu.commit_shared()  # ordinary reads, unlike those of wgmma, have to be ordered before the engine's writes
+            gpu.barrier_arrive(s["free"].at[step.slot])
             return total
 
-        return lax.fori_loop(0, piece.end - piece.first, copy, total)
+        def each(copy: Any, total: jax.Array) -> jax.Array:
+            slot = self.scale_slot(piece, copy)
+            gpu.barrier_wait(s["scale_ready"].at[slot])
+            total = lax.fori_loop(0, self.own_steps(), functools.partial(add, copy), total)
+            gpu.barrier_arrive(s["scale_free"].at[slot])
+            return total
 
-    def add_steps(self, accumulator: Any, steps: list[Step], _: None) -> None:
-        """Products of steps in a straight line, which ptxas needs to let those of one run on into the next."""
-        form, free = self.p.form, self.s["free"]
-        # With room for both the next slab is dequantised while this one is multiplied, else one fragment at a time.
-        parts, room = range(form.per_byte), self.registers.room(form, steps[0].x.shape[0])
-        turns = [(slab, p) for slab in range(form.bytes(self.t.step) // fragments.SLAB)
-                 for p in ([parts] if room else [[part] for part in parts])]  # fmt: skip
-        turn, running = 0, []  # stages whose products may be running, and the last turn of each
-        for step in steps:
-            gpu.barrier_wait(self.s["ready"].at[step.slot])
-            for slab, some in turns:
-                if turn > 0:
-                    gpu.wait_products(len(parts) if room else 0)
-                while running and running[0][1] < turn - (1 if room else 0):
-                    gpu.barrier_arrive(free.at[running.pop(0)[0]])
-                made = fragments.weights(
-                    form, step.codes, step.scales, slab,
-                    scale_stride=self.p.scale_bytes(self.t), parts=some, order=self.p.order,
-                )  # fmt: skip
-                for part, weights in zip(some, made, strict=True):
-                    column = 64 * (len(parts) * slab + part)
-                    gpu.multiply_registers(accumulator, weights, step.x.at[:, gpu.ds(column, 64)])
-                turn += 1
-            running.append((step.slot, turn - 1))
-        gpu.wait_products(0)
-        for slot, _turn in running:
-            gpu.barrier_arrive(free.at[slot])
-
-    def add_plainly(self, steps: list[Step], total: jax.Array) -> jax.Array:
-        (step,) = steps
-        gpu.barrier_wait(self.s["ready"].at[step.slot])
-        weights = plain_weights(self.p.form, step.codes[...], step.scales[...])
-        total += jnp.dot(weights, step.x[...].astype(jnp.float32).T)
-        gpu.commit_shared()  # ordinary reads, unlike those of wgmma, have to be ordered before the copy engine's writes
-        gpu.barrier_arrive(self.s["free"].at[step.slot])
-        return total
+        return lax.fori_loop(0, piece.end - piece.first, each, total)
 
     def put_part(self, place: Any, part: jax.Array) -> None:
         if self.interpret is not None:

@@ -28,6 +28,7 @@ class Tiling:
       scale_stages: copies of scales held in shared memory; one copy serves several steps.
       group: tiles of x that are worked through together before the next ones; 1 keeps x, many keep W in the cache.
       straight: most steps in a straight line of code, so that the products of one run on into the next.
+      ahead: the first weights of the next line are made while the last of this one are multiplied.
       few: tiles of an expert that have no more rows are read and multiplied as if of so many, a multiple of 8. None:
         every tile is multiplied whole.
       unit: inputs by which blocks share the tiles evenly; one copy of scales serves them. None: a block takes whole
@@ -42,6 +43,7 @@ class Tiling:
     scale_stages: int = 3
     group: int = 1
     straight: int = 1
+    ahead: bool = False
     few: int | None = None
     unit: int | None = None
 
@@ -65,6 +67,11 @@ class Tiling:
             raise ValueError(f"group must be at least 1 tile of x, got {self.group}.")
         if self.straight < 1:
             raise ValueError(f"straight must be at least 1 step, got {self.straight}.")
+        if self.ahead and self.stages < 2 * self.split:
+            raise ValueError(
+                f"weights are made ahead with two stages for each of split {self.split}, got {self.stages}: a "
+                "warpgroup would wait for the stage that it holds."
+            )
         if self.few is not None and (self.few % 8 or not 8 <= self.few < self.tokens):
             raise ValueError(f"few must be a multiple of 8 below tokens {self.tokens}, got {self.few}.")
         if self.few is not None and self.unit is not None:
@@ -227,6 +234,8 @@ def plan(form: Format, tiling: Tiling, inputs: int, outputs: int, swiglu: bool =
     tile = gpu.ROWS * t.warpgroups // (2 if swiglu else 1)
     if outputs % tile:
         raise NotImplementedError(f"the Mosaic kernel cuts the output features by {tile}, got {outputs}.")
+    if t.ahead and not registers(form, t).room(form, t.tokens):
+        raise NotImplementedError(f"the Mosaic kernel has no registers to make weights of {form.name} ahead with {t}.")
     if not 64 <= form.bytes(t.step) <= 256:
         raise NotImplementedError(f"the Mosaic kernel copies 64 to 256 bytes of a row, got {form.name} with {t}.")
     needed = shared_memory_bytes(form, t, inputs, swiglu)

@@ -23,6 +23,7 @@ def assembly_in(path: str | Path, function: str) -> str:
 def run(text: str, inputs: list[np.ndarray], outputs: int) -> list[np.ndarray]:
     """Executes `text` on uint32 arrays; $0 to $outputs-1 are results, the operands follow."""
     registers = {f"${outputs + i}": np.asarray(value, np.uint32) for i, value in enumerate(inputs)}
+    registers["%dynamic_smem_size"] = np.uint32(232448)  # the most there is
 
     def read(operand: str) -> np.ndarray:
         return registers[operand] if operand in registers else np.uint32(int(operand, 0))
@@ -90,7 +91,10 @@ OPERATIONS = {
     "shl.b32": lambda a, n: (a << n).astype(np.uint32),
     "shr.b32": lambda a, n: (a >> n).astype(np.uint32),
     "and.b32": lambda a, b: a & b,
+    "xor.b32": lambda a, b: a ^ b,
     "mov.b32": lambda a: a,
+    "mov.u32": lambda a: a,
+    "shr.u32": lambda a, n: (a >> n).astype(np.uint32),
     "lop3.b32": _lop3,
     "prmt.b32": _permute,
     "movmatrix.sync.aligned.m8n8.trans.b16": _movmatrix,

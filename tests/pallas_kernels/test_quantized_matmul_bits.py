@@ -271,6 +271,13 @@ def test_results_are_stored_transposed_and_cut_short(rows: int, columns: int, mo
     assert set(memory.written[: 2 * 64 * rows]) == {1}  # once each
 
 
+def test_settled_fragments_are_what_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_operations(monkeypatch)
+    values = [np.random.default_rng(i).standard_normal((64, 64)).astype(ml_dtypes.bfloat16) for i in range(2)]
+    settled = fragments.settle(tuple(map(Registers.of, values)))
+    assert all(np.array_equal(after.array(), before) for after, before in zip(settled, values, strict=True))
+
+
 def test_zeros_are_stored_where_they_belong(monkeypatch: pytest.MonkeyPatch) -> None:
     replace_operations(monkeypatch)
     whole = np.ones((18, 192), ml_dtypes.bfloat16)

@@ -30,6 +30,7 @@ from quantized_matmul_cases import (
 )
 
 from pallas_kernels import _quantized
+from pallas_kernels._quantized_mosaic import Tiling
 from pallas_kernels.quantized_matmul import tuning
 from pallas_kernels.quantized_matmul.api import quantized_matmul, quantized_matmuls, quantized_mlp
 
@@ -281,6 +282,29 @@ def test_every_mosaic_tiling(entry: int) -> None:
         poison(r, out)
         run = jax.jit(functools.partial(quantized_matmul_mosaic, form=form, tiling=tiling))
         assert_product(run(x, parts.codes, parts.scale, parts.global_scale), x, weight)
+
+
+AHEAD = [  # as few stages as may be, one line and several a copy of scales, one copy and several a piece
+    Tiling(tokens=64, step=128, stages=2, warpgroups=2),
+    Tiling(tokens=40, step=128, stages=4, split=2, straight=2),
+    Tiling(tokens=72, step=128, stages=5, warpgroups=2, scale_stages=3, unit=1024, straight=4),
+    Tiling(tokens=104, step=128, stages=4, split=2, scale_stages=3, unit=1024, straight=4),
+    Tiling(tokens=64, step=256, stages=3, warpgroups=2, straight=8),
+]
+
+
+@needs_sm90
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("tiling", AHEAD, ids=str)
+def test_weights_made_ahead(tiling: Tiling, form: str) -> None:
+    from pallas_kernels.quantized_matmul.mosaic_sm90 import quantized_matmul_mosaic
+
+    tiling, out = dataclasses.replace(tiling, ahead=True), 128 * 140
+    weight, x = random_weight(form, tiling.tokens, out, 6144), random_x(tiling.step, 2 * tiling.tokens - 5, 6144)
+    parts = _quantized.take_apart(weight)
+    poison(len(x), out)
+    run = jax.jit(functools.partial(quantized_matmul_mosaic, form=parts.format, tiling=tiling))
+    assert_product(run(x, parts.codes, parts.scale, parts.global_scale), x, weight)
 
 
 @pytest.mark.parametrize("implementation", KERNELS)

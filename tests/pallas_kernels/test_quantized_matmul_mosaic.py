@@ -333,6 +333,10 @@ def test_refuses_what_does_not_fit_in_words() -> None:
         plan(MXFP8, Tiling(tokens=256, step=256, stages=4), 6144, 64)
     with pytest.raises(ValueError, match="pairs of warpgroups, gate and up"):
         plan(MXFP8, Tiling(tokens=8, step=256, stages=4), 6144, 64, swiglu=True)
+    with pytest.raises(NotImplementedError, match="no registers to make weights of nvfp4 ahead"):
+        plan(NVFP4, Tiling(tokens=128, step=128, stages=2, warpgroups=4, ahead=True), 6144, 256)
+    with pytest.raises(ValueError, match="two stages for each of split 2, got 2"):
+        Tiling(tokens=8, step=128, stages=2, split=2, ahead=True)
     with pytest.raises(NotImplementedError, match="at least one row"):
         tuning.choose_mosaic(MXFP8, 0, 64, 512)
 
