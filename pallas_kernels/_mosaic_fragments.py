@@ -8,7 +8,8 @@ A bfloat16 or float32 [64, n] array in the layout of wgmma: thread 32 w + 4 r + 
 
 Which output feature such a row is, is free. Transposed by `movmatrix`, thread q of the four of a column has rows
 16 w + 2 q, one more, and 8 more of both: `_feature` makes them the features that lie side by side where they are
-stored, so that a thread stores 8 bytes and four of them a whole sector.
+stored, so that a thread stores 8 bytes and four of them a whole sector (in NVFP4's order half of two, whose other
+halves are another piece's).
 """
 
 from collections.abc import Sequence
@@ -156,7 +157,7 @@ def settle(made: tuple[Any, ...]) -> tuple[Any, ...]:
 
     Where a loop carries the weights of its next product ptxas would make them in the registers that the running product
     reads, and so wait for it first: C7513, "wgmma.mma_async instructions are serialized". A zero that it does not know
-    keeps it from that.
+    keeps it from that; the values show nothing of it, ptxas says it.
     """
     fragment = plgpu.ShapeDtypeStruct((64, 64), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
 

@@ -238,7 +238,7 @@ class Block:
         p, t, s = self.p, self.t, self.s
         tokens, own = accumulator.shape[1], self.own_steps()
         parts, room = range(p.form.per_byte), self.registers.room(p.form, tokens)
-        # A stage is let go of a turn later: with fewer stages a warpgroup would wait for one that waits for it.
+        # A step is held while the weights of the next are made: with fewer stages they would wait for each other.
         most = t.straight if t.stages >= 2 * t.split else 1
         straight = next(n for n in range(min(most, own), 0, -1) if own % n == 0)
         turns = [

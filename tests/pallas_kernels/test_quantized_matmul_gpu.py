@@ -284,22 +284,26 @@ def test_every_mosaic_tiling(entry: int) -> None:
         assert_product(run(x, parts.codes, parts.scale, parts.global_scale), x, weight)
 
 
-AHEAD = [  # as few stages as may be, one line and several a copy of scales, one copy and several a piece
-    Tiling(tokens=64, step=128, stages=2, warpgroups=2),
-    Tiling(tokens=40, step=128, stages=4, split=2, straight=2),
-    Tiling(tokens=72, step=128, stages=5, warpgroups=2, scale_stages=3, unit=1024, straight=4),
-    Tiling(tokens=104, step=128, stages=4, split=2, scale_stages=3, unit=1024, straight=4),
-    Tiling(tokens=64, step=256, stages=3, warpgroups=2, straight=8),
+LINES = [  # ahead: as few stages as may be, one line and several a copy of scales, one copy and several a piece
+    Tiling(tokens=64, step=128, stages=2, warpgroups=2, ahead=True),
+    Tiling(tokens=40, step=128, stages=4, split=2, straight=2, ahead=True),
+    Tiling(tokens=72, step=128, stages=5, warpgroups=2, scale_stages=3, unit=1024, straight=4, ahead=True),
+    Tiling(tokens=104, step=128, stages=4, split=2, scale_stages=3, unit=1024, straight=4, ahead=True),
+    Tiling(tokens=64, step=256, stages=3, warpgroups=2, straight=8, ahead=True),
+    # Not ahead: one stage a warpgroup, so no line; few stages; no registers for the weights of two turns.
+    Tiling(tokens=40, step=128, stages=2, split=2, straight=4),
+    Tiling(tokens=64, step=128, stages=2, warpgroups=2, straight=4),
+    Tiling(tokens=128, step=128, stages=2, warpgroups=4, straight=4),
 ]
 
 
 @needs_sm90
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("tiling", AHEAD, ids=str)
-def test_weights_made_ahead(tiling: Tiling, form: str) -> None:
+@pytest.mark.parametrize("tiling", LINES, ids=str)
+def test_lines_of_steps(tiling: Tiling, form: str) -> None:
     from pallas_kernels.quantized_matmul.mosaic_sm90 import quantized_matmul_mosaic
 
-    tiling, out = dataclasses.replace(tiling, ahead=True), 128 * 140
+    out = 128 * 140
     weight, x = random_weight(form, tiling.tokens, out, 6144), random_x(tiling.step, 2 * tiling.tokens - 5, 6144)
     parts = _quantized.take_apart(weight)
     poison(len(x), out)
