@@ -1,6 +1,7 @@
 """One thread block of the Mosaic kernels over MXFP8 and NVFP4 weights."""
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -238,8 +239,7 @@ class Block:
         p, t, s = self.p, self.t, self.s
         tokens, own = accumulator.shape[1], self.own_steps()
         parts, room = range(p.form.per_byte), self.registers.room(p.form, tokens)
-        # A step is held while the weights of the next are made: with fewer stages they would wait for each other.
-        most = t.straight if t.stages >= 2 * t.split else 1
+        most = t.straight if t.holds_and_waits else 1
         straight = next(n for n in range(min(most, own), 0, -1) if own % n == 0)
         turns = [
             Turn(j, slab, some)
@@ -255,12 +255,24 @@ class Block:
                 scale_stride=p.scale_bytes(t), parts=turn.parts, order=p.order,
             )  # fmt: skip
 
+        def start(step: Step, turn: Turn, made: Any) -> None:
+            for part, weights in zip(turn.parts, made, strict=True):
+                column = 64 * (len(parts) * turn.slab + part)
+                gpu.multiply_registers(accumulator, weights, step.x.at[:, gpu.ds(column, 64)])
+
+        def let_go(steps: list[Step], held: int, end: int) -> int:
+            """Steps held to end - 1, once only the products started last run on, or without room none: -> end."""
+            gpu.wait_products(len(parts) if room else 0)
+            for step in steps[held:end]:
+                gpu.barrier_arrive(s["free"].at[step.slot])
+            return end
+
         def wait_and_make(step: Step) -> Any:
             gpu.barrier_wait(s["ready"].at[step.slot])
             return make(step, turns[0])
 
         def make_ahead(copy: Any, i: Any) -> Any:
-            """The first weights after line i of a copy; after the last line of all its own last step's once more."""
+            """The first weights after line i of a copy; after the last of all its last step's again, still held."""
             ends = i == lines - 1
             last = ends & (copy == copies - 1)
             following = self.step(
@@ -279,24 +291,17 @@ class Block:
             steps = [self.step(piece, copy, i * straight + j, tokens) for j in range(straight)]
             if not t.ahead:
                 made = wait_and_make(steps[0])
-            held = 0  # the first step that is not let go of
-            for turn, upcoming in zip(turns, [*turns[1:], None], strict=True):
-                for part, weights in zip(turn.parts, made, strict=True):
-                    column = 64 * (len(parts) * turn.slab + part)
-                    gpu.multiply_registers(accumulator, weights, steps[turn.step].x.at[:, gpu.ds(column, 64)])
-                if upcoming is None and not t.ahead:
-                    break
-                gpu.wait_products(len(parts) if room else 0)
-                done = turn.step if room or upcoming is None else upcoming.step  # with room this turn's still run
-                for step in steps[held:done]:
-                    gpu.barrier_arrive(s["free"].at[step.slot])
-                held = done
-                if upcoming is None:
-                    made = make_ahead(copy, i)
-                    break
+            held = 0
+            for turn, upcoming in itertools.pairwise(turns):
+                start(steps[turn.step], turn, made)
+                held = let_go(steps, held, turn.step if room else upcoming.step)
                 if upcoming.step > turn.step:
                     gpu.barrier_wait(s["ready"].at[steps[upcoming.step].slot])
                 made = make(steps[upcoming.step], upcoming)
+            start(steps[-1], turns[-1], made)
+            if t.ahead:
+                held = let_go(steps, held, straight - 1)
+                made = make_ahead(copy, i)
             gpu.wait_products(0)
             for step in steps[held:]:
                 gpu.barrier_arrive(s["free"].at[step.slot])

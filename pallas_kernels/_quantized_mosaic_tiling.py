@@ -47,6 +47,11 @@ class Tiling:
     few: int | None = None
     unit: int | None = None
 
+    @property
+    def holds_and_waits(self) -> bool:
+        """Whether a warpgroup may hold a stage and wait for its next: with fewer both can be in the same place."""
+        return self.stages >= 2 * self.split
+
     def __post_init__(self) -> None:
         if self.tokens % 8 or not 8 <= self.tokens <= 256:
             raise ValueError(f"tokens must be a multiple of 8 from 8 to 256, got {self.tokens}.")
@@ -67,7 +72,7 @@ class Tiling:
             raise ValueError(f"group must be at least 1 tile of x, got {self.group}.")
         if self.straight < 1:
             raise ValueError(f"straight must be at least 1 step, got {self.straight}.")
-        if self.ahead and self.stages < 2 * self.split:
+        if self.ahead and not self.holds_and_waits:
             raise ValueError(
                 f"weights are made ahead with two stages for each of split {self.split}, got {self.stages}: a "
                 "warpgroup would wait for the stage that it holds."

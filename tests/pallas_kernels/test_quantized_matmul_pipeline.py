@@ -244,11 +244,10 @@ STILL, SIGNALS, WRONG = "All stand still", "signals were given where", "wrong pr
 # Case, what goes wrong, text, what it is replaced by.
 MUTANTS = {
     "a stage is let go of a step too early": (
-        "two stages, four in a line", RACE, "done = turn.step if room", "done = turn.step + 1 if room",
+        "two stages, four in a line", RACE, "turn.step if room", "turn.step + 1 if room",
     ),
     "a stage is let go of a turn too early": (
-        "two stages, four in a line", RACE,
-        "done = turn.step if room or", "done = upcoming.step if upcoming and room or",
+        "two stages, four in a line", RACE, "turn.step if room", "upcoming.step if room",
     ),
     "a stage is let go of before the last line makes weights of it": (
         "two stages, ahead", RACE, "jnp.where(last, own - 1, 0)", "jnp.where(last, 0, 0)",
@@ -267,7 +266,7 @@ MUTANTS = {
     ),
     "products of three slabs run": (
         "steps of four slabs", "registers",
-        "gpu.wait_products(len(parts) if room else 0)", "turn.slab == 1 or gpu.wait_products(len(parts))",
+        "held = let_go(steps, held, turn.step", "held = held if turn.slab == 1 else let_go(steps, held, turn.step",
     ),
     "products run where there is no room": (
         "no room, one stage each", "registers", "gpu.wait_products(len(parts) if room else 0)", "pass",
@@ -276,10 +275,10 @@ MUTANTS = {
         "two stages", f"all have to be waited for|{RACE}", "            gpu.wait_products(0)\n", "",
     ),
     "lines whatever the stages": (
-        "one stage each, four wanted in a line", STILL, "t.straight if t.stages >= 2 * t.split else 1", "t.straight",
+        "one stage each, four wanted in a line", STILL, "t.straight if t.holds_and_waits else 1", "t.straight",
     ),
     "lines whatever the stages of four": (
-        "one stage each of four", STILL, "t.straight if t.stages >= 2 * t.split else 1", "t.straight",
+        "one stage each of four", STILL, "t.straight if t.holds_and_waits else 1", "t.straight",
     ),
     "ahead of the last line, too": ("two stages, ahead", STILL, "@gpu.when(~last)", "@gpu.when(True)"),
     "scales let go of before their last step": (
