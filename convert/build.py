@@ -103,3 +103,4 @@ def _dequantize(leaf: Leaf, tensors: Mapping[str, str], out: np.ndarray) -> None
     else:
         divide = leaf.stored.global_scale == "divide"
         formats.dequantize_nvfp4(*_nvfp4(leaf, tensors), divide, out)
+    formats.check_finite(out, leaf.source.where(tensors.get("weight_packed") or tensors["weight"]))

@@ -159,18 +159,28 @@ def check_mxfp8_codes(codes: np.ndarray, where: str) -> None:
 
 
 def check_nvfp4_scales(scale: np.ndarray, global_scale: float, where: str) -> None:
-    """Raise on a NaN or signed block scale or a global scale that is not a positive finite number."""
+    """Raise on a NaN or signed block scale or a global scale that has no normal float32 or no normal reciprocal."""
     if scale.size and int(scale.view(np.uint8).max()) > 0x7F:
         raise ConversionError(
             f"{where} holds a negative block scale or NaN block scale; quantise or download the tensor again"
         )
     if scale.size and int((scale.view(np.uint8) & 0x7F).max()) == 0x7F:
         raise ConversionError(f"{where} holds a NaN block scale; quantise or download the tensor again")
-    if not 0 < global_scale < np.inf:
+    if not 2.0**-126 <= global_scale <= 2.0**126:
         raise ConversionError(
-            f"{where} has the global scale {global_scale}, which must be positive and finite; "
+            f"{where} has the global scale {global_scale}, which must be from 2^-126 to 2^126; "
             "quantise or download the tensor again"
         )
+
+
+def check_finite(values: np.ndarray, where: str) -> None:
+    """Raise on a bf16 that is infinite or NaN, which is what a weight beyond bf16's range becomes."""
+    for lo, hi in _pieces(*values.shape):
+        if int((values[lo:hi].view(np.uint16) & 0x7FFF).max(initial=0)) >= 0x7F80:
+            raise ConversionError(
+                f"{where} holds a weight that is too large for bfloat16; keep its format (--weights native), "
+                "or quantise or download the tensor again"
+            )
 
 
 def exponents(scale: np.ndarray) -> np.ndarray:
@@ -190,8 +200,9 @@ def dequantize_mxfp8(codes: np.ndarray, scale: np.ndarray, out: np.ndarray) -> N
     rows, columns = codes.shape
     for lo, hi in _pieces(rows, columns):
         values = codes[lo:hi].astype(np.float32).reshape(hi - lo, -1, MX_BLOCK)
-        values *= exponents(scale[lo:hi])[..., None]
-        out[lo:hi] = values.reshape(hi - lo, columns).astype(BF16)
+        with np.errstate(over="ignore"):  # `check_finite` is for that
+            values *= exponents(scale[lo:hi])[..., None]
+            out[lo:hi] = values.reshape(hi - lo, columns).astype(BF16)
 
 
 def dequantize_nvfp4(
@@ -206,5 +217,6 @@ def dequantize_nvfp4(
         values[:, 1::2] = E2M1[packed >> 4]
         blocks = values.reshape(hi - lo, -1, NV_BLOCK)
         blocks *= scale[lo:hi].astype(np.float32)[..., None]
-        values = values / global_scale if divide else values * global_scale
-        out[lo:hi] = values.astype(BF16)
+        with np.errstate(over="ignore"):  # `check_finite` is for that
+            values = values / global_scale if divide else values * global_scale
+            out[lo:hi] = values.astype(BF16)

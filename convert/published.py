@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from convert import names
-from convert.formats import BF16, MX_BLOCK, NV_BLOCK, Format, dequantize_mxfp8, dequantize_nvfp4
+from convert.formats import BF16, MX_BLOCK, NV_BLOCK, Format, check_finite, dequantize_mxfp8, dequantize_nvfp4
 from convert.safetensors_reader import DTYPES
 
 # Stands for the array of a tensor that is computed from codes and scales.
@@ -63,6 +63,7 @@ class Tensor:
             else:
                 divide = self.format.global_scale == "divide"
                 dequantize_nvfp4(mine["codes"], mine["scale"], np.float32(mine["global_scale"].item()), divide, out)
+            check_finite(out, self.name)
             return out
         value, dtype = mine[self.array], DTYPES[self.dtype]
         if value.dtype.itemsize == dtype.itemsize:

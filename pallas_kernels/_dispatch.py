@@ -30,10 +30,10 @@ def choose(function: str, implementation: str | None, builders: Mapping[str, Cal
     passes that on and the automatic choice goes to the next.
     """
     if implementation is not None:
-        if implementation in FORMS and implementation not in builders:
+        if isinstance(implementation, str) and implementation in FORMS and implementation not in builders:
             forms = " and ".join(map(repr, builders))
             raise NotImplementedError(f"{function} has no form {implementation!r}, only {forms}. {_REMEDY}")
-        if implementation not in builders:
+        if not isinstance(implementation, str) or implementation not in builders:
             raise ValueError(
                 f"{function}: unknown implementation {implementation!r}; known: None, {', '.join(map(repr, builders))}."
             )

@@ -110,8 +110,12 @@ def take_apart(weight: Any, name: str = "weight") -> Operands:
             f"got {dtypes[0]} and {dtypes[1]}."
         )
     form = known[dtypes]
-    inputs = codes.shape[-1] * form.per_byte if codes.ndim >= 2 else 0
-    if codes.ndim < 2 or 0 in codes.shape or scale.shape != (*codes.shape[:-1], inputs // form.block):
+    if codes.ndim < 2 or 0 in codes.shape:
+        raise ValueError(
+            f"{name}.codes must be [..., out, in / {form.per_byte}] with no empty axis, got {codes.shape}."
+        )
+    inputs = codes.shape[-1] * form.per_byte
+    if scale.shape != (*codes.shape[:-1], inputs // form.block):
         raise ValueError(
             f"{name}.scale must be [..., out, in / {form.block}] for codes [..., out, in / {form.per_byte}], "
             f"got scale {scale.shape} for codes {codes.shape}."

@@ -76,7 +76,7 @@ def multiply(
     if not uniform or not fitting or padded % tiling.tokens:
         raise ValueError(f"weights of {sizes} outputs and {padded} rows do not fit {swiglu} and {tiling}.")
     rows = padded if rows is None else rows
-    if rows != padded and padded != tiling.tokens:
+    if rows != padded and (padded != tiling.tokens or not 0 < rows < padded):
         raise ValueError(f"only one tile may be cut short, got {rows} of {padded} rows with {tiling}.")
     if tiling.unit and experts is not None:
         raise ValueError(f"tiles are shared where there are no experts, got {tiling}.")

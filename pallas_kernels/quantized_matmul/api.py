@@ -32,7 +32,8 @@ def quantized_matmul(
       implementation: None for the fastest one for this device and these shapes, or "mosaic", "triton", "xla".
 
     The kernels make each weight exact in bfloat16 and apply the global scale to the float32 sums. Exception: an MXFP8
-    block whose scale byte is below 11 (2^-116) rounds to multiples of 2^-125, where float32 ends too.
+    block whose scale byte is below 11 (2^-116) rounds to multiples of 2^-125, where float32 ends too. In "xla" weights
+    of 2^128 and more, which scale bytes from 247 on can make, are infinite.
 
     Returns:
       [..., O] in x's dtype.

@@ -24,6 +24,7 @@ import functools
 import json
 import math
 import os
+import pathlib
 import sys
 import time
 from collections.abc import Callable
@@ -324,6 +325,23 @@ def time_parts(
         table.add(**case, part=f"sum of the {name}", us=spent[drafter], floor=floor, both=both)
 
 
+def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Ends with a sentence where the options do not fit, before anything is made."""
+    least = dict(layers=5, context=1, batch=1, steps=1, loop=0)
+    for name, lowest in least.items():
+        given = getattr(options, name)
+        if min(given if isinstance(given, list) else [given]) < lowest:
+            parser.error(f"--{name} must be at least {lowest}, got {given}")
+    if not 0 < options.top_p <= 1:
+        parser.error(f"--top-p must be above 0 and at most 1, got {options.top_p}")
+    if options.peak <= 0:
+        parser.error(f"--peak must be above 0, got {options.peak}")
+    if options.json and not pathlib.Path(options.json).absolute().parent.is_dir():
+        parser.error(f"--json {options.json}: its folder does not exist")
+    if jax.default_backend() != "gpu" and not options.tiny:
+        parser.error("this benchmark needs a GPU; --tiny runs on a CPU")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=6, help="target layers, at least 5; default 6")
@@ -341,6 +359,7 @@ def main() -> None:
     parser.add_argument("--json", help="where to write all figures")
     parser.add_argument("--tiny", action="store_true", help="small widths, for a CPU")
     options = parser.parse_args()
+    check(parser, options)
     target_config, drafter_config = configs(options.layers, options.tiny)
     kinds = formats(target_config, drafter_config, options.experts) if options.weights == "native" else {}
     gpu = jax.default_backend() == "gpu"

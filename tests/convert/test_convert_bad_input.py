@@ -11,7 +11,7 @@ import pytest
 from checkpoint_maker import DATA, Tensor, read_shard, write_shard
 from convert_cases import copy_golden, edit_json, edit_tensors, fails, golden_tensors, index_map, run, shard_of
 
-from convert import conversion
+from convert import conversion, formats
 
 LAYER = "language_model.model.layers.1."
 EXPERT = LAYER + "block_sparse_moe.experts.0.w1"
@@ -268,6 +268,8 @@ def test_f8_e8m0_scales_are_the_same_bytes(mxfp8, tmp_path):
         ("m31-flash-tiny", "experts.0.w1.weight_scale", b"\xb8", "negative block scale"),
         ("m31-flash-tiny", "experts.0.w1.weight_global_scale", struct.pack("<f", 0), "global scale 0"),
         ("m31-flash-tiny", "experts.0.w1.weight_global_scale", struct.pack("<f", float("nan")), "global scale nan"),
+        ("m31-flash-tiny", "experts.0.w1.weight_global_scale", struct.pack("<f", 2.0**-127), "from 2^-126"),
+        ("m31-flash-tiny", "experts.0.w1.weight_global_scale", struct.pack("<f", 2.0**127), "to 2^126"),
     ],
 )
 def test_nan_and_other_bad_values(golden, name, content, words, weights, tmp_path, capsys):
@@ -284,6 +286,34 @@ def test_nan_and_other_bad_values(golden, name, content, words, weights, tmp_pat
     err = capsys.readouterr().err
     assert words in err and name.rpartition(".")[0] in err and err.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("golden", "name", "content"),
+    [
+        ("m3-mxfp8-tiny", "experts.0.w1.weight_scale_inv", b"\xfe" * 64),
+        ("m31-flash-tiny", "experts.0.w1.weight_global_scale", struct.pack("<f", 2.0**-126)),
+    ],
+)
+def test_weights_beyond_bfloat16(golden, name, content, tmp_path, capsys):
+    """Kept in their format they convert; as bfloat16 they would be infinite. Mutant: the check left out."""
+    source = copy_golden(golden, tmp_path / "source")
+    full = next(n for n in index_map(source) if n.endswith(name))
+
+    def spoil(t: Tensor) -> Tensor:
+        data = content + b"".join(t.data())[len(content) :]
+        return Tensor(t.name, t.dtype, t.shape, lambda: [data])
+
+    edit_tensors(source, full, spoil)
+    assert run(source, tmp_path / "native") == 0
+    capsys.readouterr()
+    assert run(source, tmp_path / "out", "--weights", "bf16") == 1
+    err = capsys.readouterr().err
+    assert "too large for bfloat16" in err and "experts.0.w1" in err and err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(formats, "check_finite", lambda values, where: None)
+        assert run(source, tmp_path / "infinite", "--weights", "bf16") == 0
 
 
 def test_files_and_folders_of_the_wrong_kind(tmp_path, capsys):

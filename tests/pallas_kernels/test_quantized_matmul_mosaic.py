@@ -296,6 +296,8 @@ def test_multiply_refuses_what_does_not_fit_together() -> None:
         run([a, b], experts=jnp.zeros(2, jnp.int32))
     with pytest.raises(ValueError, match="do not fit"):
         run([a, b], tiling=PAIR, swiglu=SWIGLU)
+    with pytest.raises(ValueError, match="only one tile may be cut short, got 9 of 8 rows"):
+        run([b], rows=9)
     with pytest.raises(ValueError, match="not in whole slabs of nvfp4"):
         run([b], order=NVFP4)
 
