@@ -252,6 +252,8 @@ def _disk_errors(folder: Path) -> Iterator[None]:
             raise ConversionError(
                 f"{folder}: the disk is full; free some space and go on with --resume, what is written is kept"
             ) from e
-        if isinstance(e, OSError):
-            raise ConversionError(f"{folder}: cannot write ({e}); correct that and go on with --resume") from e
+        known = [os.strerror(code) for code in (errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)]
+        found = str(e) if isinstance(e, OSError) else next((text for text in known if text in str(e)), None)
+        if found is not None:
+            raise ConversionError(f"{folder}: cannot write ({found}); correct that and go on with --resume") from e
         raise

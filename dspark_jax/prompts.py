@@ -55,15 +55,25 @@ def check_vocabulary(tokens: Int[Array, "B T"], vocab_size: int) -> None:
             raise ValueError(f"prompt {i} holds token {token}, outside the vocabulary of {vocab_size}")
 
 
+def read_text(file: Path) -> str:
+    """What a file of prompts holds, or ValueError with its name."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not UTF-8 text ({error.reason} at byte {error.start}); save it as such") from error
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read ({error.strerror}); name a file of prompts") from error
+
+
 def read_prompt_lines(file: Path) -> list[str | list[int]]:
     """Prompts of a JSON-lines file: a line is {"prompt": text} or {"tokens": [ids]}; other keys are left alone.
 
     Raises:
-      ValueError: a line that is neither, or a file without prompts.
+      ValueError: no such file, a line that is neither, or a file without prompts.
     """
     prompts: list[str | list[int]] = []
     # Not splitlines: JSON may hold a line separator of Unicode as it is.
-    for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), 1):
+    for number, line in enumerate(read_text(file).split("\n"), 1):
         if not line.strip():
             continue
         try:

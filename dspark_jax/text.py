@@ -31,10 +31,12 @@ class Tokenizer:
         """Read tokenizer.json, and the template of chat_template.jinja or tokenizer_config.json, from a folder.
 
         Raises:
-          CheckpointError: the folder has no tokenizer.json.
+          CheckpointError: no folder, or one without tokenizer.json.
         """
         path = Path(path)
         file = path / "tokenizer.json"
+        if not path.is_dir():
+            raise CheckpointError(f"{path} is not a folder; name what `python -m convert.minimax SRC DST` wrote to DST")
         if not file.is_file():
             raise CheckpointError(f"{path} has no tokenizer.json; pass token ids instead of text")
         config = _json(path / "tokenizer_config.json")

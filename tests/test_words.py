@@ -1,10 +1,24 @@
 """Words of what commands print."""
 
+from pathlib import Path
+
 import numpy as np
+import pytest
 
 import dspark_jax as ds
 from dspark_jax._words import counted
 from dspark_jax.commands._common import describe
+from dspark_jax.prompts import read_text
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"none\.txt cannot be read \(No such file.*; name a file of prompts"):
+        read_text(tmp_path / "none.txt")
+    (tmp_path / "latin.txt").write_bytes("für".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"latin\.txt is not UTF-8 text .* at byte 1"):
+        read_text(tmp_path / "latin.txt")
+    with pytest.raises(ds.CheckpointError, match="none is not a folder; name what"):
+        ds.Tokenizer.load(tmp_path / "none")
 
 
 def test_one_of_a_thing_is_no_plural():

@@ -101,10 +101,10 @@ def _given(options: argparse.Namespace) -> list:
             raise ValueError(f"--tokens must be integers separated by commas, found {options.tokens!r}") from error
     if options.prompt is not None:
         return options.prompt
-    if options.prompt_file.suffix != ".jsonl":
-        return [options.prompt_file.read_text(encoding="utf-8")]
-    from dspark_jax.prompts import read_prompt_lines
+    from dspark_jax.prompts import read_prompt_lines, read_text
 
+    if options.prompt_file.suffix != ".jsonl":
+        return [read_text(options.prompt_file)]
     prompts = read_prompt_lines(options.prompt_file)
     if options.chat and not all(isinstance(p, str) for p in prompts):
         raise ValueError(f"--chat needs text, and {options.prompt_file} has lines of tokens; leave --chat out")

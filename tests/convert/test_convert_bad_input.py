@@ -466,9 +466,17 @@ def test_disk_too_small_is_said_before(tmp_path, capsys, monkeypatch):
     assert "1MiB free" in fails(capsys, DATA / "m3-mxfp8-tiny", tmp_path / "out")
 
 
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_disk_full_while_writing(wrapped, tmp_path, capsys, monkeypatch):
-    """ENOSPC at the third write: a clear message, DST untouched, and a resumption that ends with the same arrays."""
+@pytest.mark.parametrize(
+    ("code", "wrapped", "words"),
+    [
+        (errno.ENOSPC, False, "the disk is full"),
+        (errno.ENOSPC, True, "the disk is full"),
+        (errno.EDQUOT, True, "cannot write"),
+        (errno.EFBIG, True, "cannot write"),
+    ],
+)
+def test_disk_full_while_writing(code, wrapped, words, tmp_path, capsys, monkeypatch):
+    """An error at the third write: a clear message, DST untouched, and a resumption that ends with the same arrays."""
     from convert_cases import digests
 
     from convert import writer
@@ -481,13 +489,13 @@ def test_disk_full_while_writing(wrapped, tmp_path, capsys, monkeypatch):
         if len(calls) == 3:
             (Path(path).parent / "half").write_bytes(b"x" * 100)
             if wrapped:
-                raise ValueError(f"RESOURCE_EXHAUSTED: Failed to write: {os.strerror(errno.ENOSPC)}")
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                raise ValueError(f"RESOURCE_EXHAUSTED: Failed to write: {os.strerror(code)}")
+            raise OSError(code, os.strerror(code))
         right(path, tree)
 
     monkeypatch.setattr(writer.ocp.partial, "save", full)
     options = conversion.Options(batch_bytes=300_000)
-    with pytest.raises(conversion.ConversionError, match=r"the disk is full.*--resume"):
+    with pytest.raises(conversion.ConversionError, match=f"{words}.*--resume"):
         conversion.convert(str(source), out, options)
     assert not out.exists() and (tmp_path / "out.partial").exists()
     written = len(calls) - 1
