@@ -30,13 +30,13 @@ def choose(function: str, implementation: str | None, builders: Mapping[str, Cal
     passes that on and the automatic choice goes to the next.
     """
     if implementation is not None:
-        if isinstance(implementation, str) and implementation in FORMS and implementation not in builders:
-            forms = " and ".join(map(repr, builders))
-            raise NotImplementedError(f"{function} has no form {implementation!r}, only {forms}. {_REMEDY}")
-        if not isinstance(implementation, str) or implementation not in builders:
+        if not isinstance(implementation, str) or implementation not in {*FORMS, *builders}:
             raise ValueError(
                 f"{function}: unknown implementation {implementation!r}; known: None, {', '.join(map(repr, builders))}."
             )
+        if implementation not in builders:
+            forms = " and ".join(map(repr, builders))
+            raise NotImplementedError(f"{function} has no form {implementation!r}, only {forms}. {_REMEDY}")
         try:
             return builders[implementation]()
         except NotImplementedError as error:
