@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax._words import counted
-from dspark_jax.checkpoint import CheckpointError, Model, load
+from dspark_jax.checkpoint import CheckpointError, Layout, Model, load
 from dspark_jax.generate_config import FinishReason, GenerateConfig
 from dspark_jax.generation import prefill, step
 from dspark_jax.generation_state import Generation, GenerationState
@@ -138,6 +138,7 @@ def generate_text(
     if isinstance(texts, str):
         raise ValueError("texts must be a list of prompts; put a single one in a list")
     if not isinstance(model, Model):
+        Layout.read(model)  # before the tokenizer, which says less about a folder that is no checkpoint
         tokenizer = tokenizer or Tokenizer.load(model)
         model = load(model)
     if tokenizer is None:

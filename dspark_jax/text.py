@@ -36,7 +36,7 @@ class Tokenizer:
         path = Path(path)
         file = path / "tokenizer.json"
         if not path.is_dir():
-            raise CheckpointError(f"{path} is not a folder; name what `python -m convert.minimax SRC DST` wrote to DST")
+            raise CheckpointError(f"{path} is not a folder; name one that holds tokenizer.json")
         if not file.is_file():
             raise CheckpointError(f"{path} has no tokenizer.json; pass token ids instead of text")
         config = _json(path / "tokenizer_config.json")

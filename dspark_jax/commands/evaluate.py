@@ -99,6 +99,7 @@ def run(options: argparse.Namespace) -> int:
     from dspark_jax.measurement_programs import Programs
 
     use_compilation_cache()
+    ds.Layout.read(options.checkpoint)
     prompts = read_prompts(options.prompts, options.checkpoint)
     model = ds.load(options.checkpoint, weights=options.weights, compute_dtype=options.compute_dtype)
     if model.drafter is None:
@@ -164,7 +165,7 @@ def read_prompts(file: Path, checkpoint: Path) -> list[list[int]]:
     """Prompts of a JSON-lines file as token ids.
 
     Raises:
-      ValueError: a line that is neither {"prompt": text} nor {"tokens": [ids]}, or a file without prompts.
+      ValueError: no such file, one without prompts, or a line that is neither {"prompt": text} nor {"tokens": [ids]}.
     """
     from dspark_jax.prompts import read_prompt_lines
     from dspark_jax.text import Tokenizer

@@ -10,7 +10,7 @@ import pytest
 from checkpoint_maker import DATA, Tensor, read_shard, write_shard
 from convert_cases import copy_golden, edit_json, edit_tensors, fails, golden_tensors, index_map, run, shard_of
 
-from convert import formats
+from convert import export, formats
 
 LAYER = "language_model.model.layers.1."
 EXPERT = LAYER + "block_sparse_moe.experts.0.w1"
@@ -255,6 +255,18 @@ def test_f8_e8m0_scales_are_the_same_bytes(mxfp8, tmp_path):
     assert stored.dtype == np.uint8 and stored[0].tobytes() == content
 
 
+def spoiled(golden: str, name: str, content: bytes, folder: Path) -> Path:
+    """A copy of golden data in which the first bytes of the tensor whose name ends so are these."""
+    source = copy_golden(golden, folder)
+
+    def spoil(t: Tensor) -> Tensor:
+        data = content + b"".join(t.data())[len(content) :]
+        return Tensor(t.name, t.dtype, t.shape, lambda: [data])
+
+    edit_tensors(source, next(n for n in index_map(source) if n.endswith(name)), spoil)
+    return source
+
+
 @pytest.mark.parametrize("weights", ["native", "bf16"])
 @pytest.mark.parametrize(
     ("golden", "name", "content", "words"),
@@ -273,14 +285,7 @@ def test_f8_e8m0_scales_are_the_same_bytes(mxfp8, tmp_path):
 )
 def test_nan_and_other_bad_values(golden, name, content, words, weights, tmp_path, capsys):
     """Found while the data are read: DST stays untouched, and what was written before stays resumable."""
-    source = copy_golden(golden, tmp_path / "source")
-    full = next(n for n in index_map(source) if n.endswith(name))
-
-    def spoil(t: Tensor) -> Tensor:
-        data = content + b"".join(t.data())[len(content) :]
-        return Tensor(t.name, t.dtype, t.shape, lambda: [data])
-
-    edit_tensors(source, full, spoil)
+    source = spoiled(golden, name, content, tmp_path / "source")
     assert run(source, tmp_path / "out", "--weights", weights) == 1
     err = capsys.readouterr().err
     assert words in err and name.rpartition(".")[0] in err and err.count("\n") == 1
@@ -296,20 +301,15 @@ def test_nan_and_other_bad_values(golden, name, content, words, weights, tmp_pat
 )
 def test_weights_beyond_bfloat16(golden, name, content, tmp_path, capsys):
     """Kept in their format they convert; as bfloat16 they would be infinite. Mutant: the check left out."""
-    source = copy_golden(golden, tmp_path / "source")
-    full = next(n for n in index_map(source) if n.endswith(name))
-
-    def spoil(t: Tensor) -> Tensor:
-        data = content + b"".join(t.data())[len(content) :]
-        return Tensor(t.name, t.dtype, t.shape, lambda: [data])
-
-    edit_tensors(source, full, spoil)
+    source = spoiled(golden, name, content, tmp_path / "source")
     assert run(source, tmp_path / "native") == 0
     capsys.readouterr()
     assert run(source, tmp_path / "out", "--weights", "bf16") == 1
     err = capsys.readouterr().err
     assert "too large for bfloat16" in err and "experts.0.w1" in err and err.count("\n") == 1
     assert not (tmp_path / "out").exists()
+    assert export.main([str(tmp_path / "native"), str(tmp_path / "back"), "--weights", "bf16"]) == 1
+    assert "too large for bfloat16" in capsys.readouterr().err and not (tmp_path / "back").exists()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(formats, "check_finite", lambda values, where: None)
         assert run(source, tmp_path / "infinite", "--weights", "bf16") == 0
